@@ -1,0 +1,53 @@
+"""Symmetry-compatible optimizers for JAX: each parameter block updated by the rule that fits it."""
+
+# What a parameter is: its role, and how its axes form a matrix.
+from symoptax._routing import ParamRule, Role, RoutedLeaf, Routing, label_fn, route, view_fn
+from symoptax._view import MatrixView
+
+# The whole stack, and what it will do.
+from symoptax._layerwise import layerwise
+from symoptax._report import ReportRow, RoutingReport, routing_report
+
+# Optimizers, learning rate first.
+from symoptax._optimizers import (
+    hybrid_polar_grad_m,
+    left_polar_grad_m,
+    matrix_optimizer,
+    muon,
+    polar_grad_m,
+    right_polar_grad_m,
+    row_norm_m,
+    scion,
+    ssd,
+)
+
+# Bare transformations, to chain by hand.
+from symoptax._matrixwise import matrixwise
+from symoptax._momentum import MomentumState, momentum
+from symoptax._transforms import (
+    center,
+    centered_hybrid,
+    centered_left_polar,
+    centered_right_polar,
+    centered_row_norm,
+    column_norm,
+    hybrid,
+    left_polar,
+    polar,
+    right_polar,
+    row_norm,
+)
+from symoptax._weight_decay import add_weight_decay
+
+# Maps on arrays, and what makes new ones of them.
+from symoptax._centering import center_map, centered
+from symoptax._hybrid import hybrid_map
+from symoptax._map import MatrixMap, dual_norm_scaled, scaled
+from symoptax._polar import left_polar_map, polar_map, right_polar_map
+from symoptax._row_norm import column_norm_map, row_norm_map, sign_map
+from symoptax._scaling import shape_scale
+
+# The mathematics underneath.
+from symoptax._coefficients import TABLES
+from symoptax._newton_schulz import polar_factor
+from symoptax._symmetry import Group, GroupElement, Symmetry, equivariance_error, random_element

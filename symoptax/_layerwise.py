@@ -1,0 +1,113 @@
+"""The whole stack: every parameter updated by the rule of its role, under one learning rate."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from symoptax._hyperparams import injectable
+from symoptax._map import scaled
+from symoptax._matrixwise import matrixwise
+from symoptax._momentum import momentum
+from symoptax._recipes import Recipe, Update, recipes
+from symoptax._routing import Fallback, ParamRule, Role, label_fn, view_fn
+from symoptax._scaling import ScaleRule
+from symoptax._weight_decay import Mask, add_weight_decay
+
+
+@injectable("learning_rate", "rules", "beta")
+def layerwise(
+    learning_rate: optax.ScalarOrSchedule,
+    rules: Sequence[ParamRule],
+    beta: float | jax.Array = 0.95,
+    *,
+    updates: Mapping[Any, Update] | None = None,
+    lr_multipliers: Mapping[Any, float] | None = None,
+    weight_decay: float | Mapping[Any, float] = 0.0,
+    mask: Mask = None,
+    cautious: bool = False,
+    independent_decay: bool = False,
+    nesterov: bool = False,
+    scale: ScaleRule | None = "rms",
+    mu_dtype: Any = None,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    fallback: Fallback = None,
+    strict: bool = True,
+) -> optax.GradientTransformation:
+    """Build the optimizer of a whole model over `optax.partition`, one group per role.
+
+    A matrix role does `P <- P - lr c (scale U(M) + weight_decay P)` with its map U, momentum M and
+    multiplier c; the role "other" is AdamW's. With `scale="rms"` every update has AdamW's
+    root-mean-square size, so one AdamW-like learning rate and schedule, counted once, serves all.
+
+    Args:
+      learning_rate: a number or a schedule.
+      rules: what each parameter is; see `route`.
+      beta: decay rate of the momentum of the matrix roles.
+      updates: role -> update, where it differs from the default: the name of a map ("row_norm",
+        "centered_hybrid", ...), "adamw", "frozen", a `MatrixMap`, or a transformation without
+        learning rate that brings its own momentum and weight decay (`optax.scale_by_lion()`).
+      lr_multipliers: role -> multiple of the learning rate, where it differs from the default.
+      weight_decay: decoupled decay of all matrix roles, or role -> decay (also for "other").
+      mask: which leaves decay, as in `optax.adamw`.
+      cautious: decay only where update and parameter have the same sign.
+      independent_decay: take `weight_decay * P` off per step as it is, not times the learning rate.
+      nesterov: look one step ahead with the momentum.
+      scale: factor from the shape of a matrix; see `shape_scale`.
+      mu_dtype: dtype of the momenta; None keeps the parameter's.
+      b1: AdamW's first decay rate, for "other" and wherever `updates` says "adamw".
+      b2: its second.
+      eps: its epsilon.
+      fallback: "adamw" sends leaves that no rule matches to AdamW; None raises for them.
+      strict: refuse a map that does not respect the symmetry of its role.
+
+    Returns:
+      A named chain with the state of each role under `state["updates"].inner_states[role]`.
+
+    Raises:
+      ValueError: when built, for unknown roles or updates and, with `strict`, for a map that breaks
+        its role's symmetry; in `init`, as `route`.
+    """
+
+    def transformation(recipe: Recipe) -> optax.GradientTransformation:
+        if recipe.name == "frozen":
+            return optax.set_to_zero()
+        if recipe.transformation is not None:
+            stages = [("update", recipe.transformation)]
+        elif recipe.map is None:
+            adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
+            stages = [("adam", adam), ("weight_decay", decay(recipe))]
+        else:
+            views = view_fn(rules, fallback=fallback)
+            stages = [
+                ("momentum", momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)),
+                ("update", matrixwise(scaled(recipe.map, scale), views)),
+                ("weight_decay", decay(recipe)),
+            ]
+        return optax.named_chain(*stages, ("lr_multiplier", optax.scale(recipe.lr_multiplier)))
+
+    def decay(recipe: Recipe) -> optax.GradientTransformation:
+        coefficient = 0.0 if independent_decay else recipe.weight_decay
+        return add_weight_decay(coefficient, mask, cautious=cautious)
+
+    def late_decay(recipe: Recipe) -> optax.GradientTransformation:
+        return add_weight_decay(-recipe.weight_decay, mask, cautious=cautious)
+
+    def by_role(
+        build: Callable[[Recipe], optax.GradientTransformation],
+    ) -> optax.GradientTransformation:
+        transformations: dict[Hashable, Any] = {str(r): build(chosen[r]) for r in present}
+        return optax.partition(transformations, label_fn(rules, fallback=fallback))
+
+    chosen = recipes(updates, lr_multipliers, weight_decay, strict=strict)
+    present = [r for r in Role if r == Role.OTHER or any(rule.role == r for rule in rules)]
+    stages = [
+        ("updates", by_role(transformation)),
+        ("learning_rate", optax.scale_by_learning_rate(learning_rate)),
+    ]
+    if independent_decay:
+        stages.append(("independent_decay", by_role(late_decay)))
+    return optax.named_chain(*stages)

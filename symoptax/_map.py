@@ -1,0 +1,71 @@
+"""`MatrixMap`: an update rule for stacks of matrices that knows the symmetry it commutes with."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Float
+
+from symoptax._hyperparams import surely_nonzero, surely_zero
+from symoptax._scaling import ScaleRule, ShapeScale, dual_norm_power, shape_scale
+from symoptax._symmetry import Symmetry
+
+Stage = Callable[[Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixMap:
+    """An update rule `U(D)` on stacks `[..., m, n]`, every matrix by itself.
+
+    `U(D) = scale(m, n) * stage_k(... stage_1(D))`. Maps are values: `centered`, `scaled` and
+    `dual_norm_scaled` return new ones.
+
+    Attributes:
+      name: how reports call it.
+      symmetry: the group that the map commutes with.
+      stages: array functions [..., m, n] -> [..., m, n], applied in order.
+      rms: root-mean-square size of an unscaled full-rank update as a function of (m, n), or None
+        where it follows the gradient.
+      scale: factor as a function of (m, n), or None for 1.
+      grouped: whether equal shapes of different leaves are worth computing as one stack.
+    """
+
+    name: str
+    symmetry: Symmetry
+    stages: tuple[Stage, ...]
+    rms: ShapeScale | None = None
+    scale: ShapeScale | None = None
+    grouped: bool = False
+
+    def __call__(self, d: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
+        """Apply the map to a stack of matrices."""
+        update = d
+        for stage in self.stages:
+            update = stage(update)
+        return update if self.scale is None else self.scale(*d.shape[-2:]) * update
+
+
+def dual_norm_scaled(update_map: MatrixMap, alpha: float | jax.Array) -> MatrixMap:
+    """Multiply a map by `nu^alpha`, `nu = <D, U(D)>` for each matrix: 1 is PolarGrad, 0 Muon-like.
+
+    Source: Lau, Long and Su (2025), arXiv 2505.21799.
+    """
+    if surely_zero(alpha):
+        return update_map
+
+    def stage(d: Array) -> Array:
+        update = update_map(d)
+        return dual_norm_power(d, update, alpha).astype(d.dtype) * update
+
+    rms = None if surely_nonzero(alpha) else update_map.rms
+    return dataclasses.replace(update_map, stages=(stage,), rms=rms, scale=None)
+
+
+def scaled(update_map: MatrixMap, rule: ScaleRule | None) -> MatrixMap:
+    """Multiply a map by a factor that depends on (m, n) alone; None leaves it as it is.
+
+    See `symoptax.shape_scale` for the rules "rms", "spectral" and "moonlight".
+    """
+    if rule is None:
+        return update_map
+    return dataclasses.replace(update_map, scale=shape_scale(rule, update_map.rms))

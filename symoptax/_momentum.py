@@ -1,0 +1,50 @@
+"""Momentum as the papers define it: an exponential moving average without bias correction."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class MomentumState(NamedTuple):
+    """State of `momentum`: one array per leaf, `mu`."""
+
+    mu: optax.Updates
+
+
+def momentum(
+    beta: float | jax.Array = 0.95, *, nesterov: bool = False, mu_dtype: Any = None
+) -> optax.GradientTransformation:
+    """Replace gradients by their moving average `M <- beta M + (1 - beta) G`, starting from 0.
+
+    With `nesterov`, pass on `beta M + (1 - beta) G` with the new M, one step ahead.
+
+    Args:
+      beta: decay rate, in [0, 1).
+      nesterov: whether to look one step ahead.
+      mu_dtype: dtype of the state; None keeps the parameter's. Sums are made in the wider of the
+        state's and the gradient's dtype, at least float32, and rounded once.
+
+    Source: Lau and Su (2026), arXiv 2605.18106.
+    """
+
+    def init(params: optax.Params) -> MomentumState:
+        return MomentumState(optax.tree.zeros_like(params, dtype=mu_dtype))
+
+    def average(g: jax.Array, mu: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(jnp.promote_types(g.dtype, mu.dtype), jnp.float32)
+        return beta * mu.astype(wide) + (1 - beta) * g.astype(wide)
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, MomentumState]:
+        del params
+        mu = jax.tree.map(average, updates, state.mu)
+        ahead = jax.tree.map(average, updates, mu) if nesterov else mu
+        return (
+            jax.tree.map(lambda a, g: a.astype(g.dtype), ahead, updates),
+            MomentumState(jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)),
+        )
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,67 @@
+"""Polar updates: two-sided (Muon, PolarGrad) and one-sided, as maps."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
+
+from symoptax._coefficients import DEFAULT_TABLE, Row, coefficient_rows
+from symoptax._map import MatrixMap
+from symoptax._newton_schulz import Method, Side, check_options, polar_factor
+from symoptax._symmetry import Group, Symmetry
+
+
+class PolarOptions(TypedDict, total=False):
+    """The numerics of a polar step; see `polar_factor`."""
+
+    steps: int
+    method: Method
+    coefficients: str | Sequence[Row]
+
+
+def polar_map(**options: Unpack[PolarOptions]) -> MatrixMap:
+    """Build the polar factor `U V^T` of `D = U S V^T`; commutes with O(rows) x O(cols).
+
+    Five steps by default: enough for training, where the singular values only have to come near 1.
+    """
+    return _polar_map("polar", "auto", **{"steps": 5, **options})
+
+
+def right_polar_map(**options: Unpack[PolarOptions]) -> MatrixMap:
+    """Build `D (D^T D)^(-1/2)`, formed from the n x n Gram matrix of the columns.
+
+    Equal to `polar_map` mathematically, and commutes with the same group; the side says which Gram
+    matrix is formed. Choose it for many rows and few columns, as in embeddings. Rows that are zero
+    (tokens not seen) stay exactly zero. Eight steps by default, which converge.
+    """
+    return _polar_map("right_polar", "right", **{"steps": 8, **options})
+
+
+def left_polar_map(**options: Unpack[PolarOptions]) -> MatrixMap:
+    """Build `(D D^T)^(-1/2) D`, formed from the m x m Gram matrix of the rows.
+
+    The mirror of `right_polar_map`, for few rows and many columns, as in routers.
+    """
+    return _polar_map("left_polar", "left", **{"steps": 8, **options})
+
+
+def _polar_map(
+    name: str,
+    side: Side,
+    *,
+    steps: int,
+    method: Method = "auto",
+    coefficients: str | Sequence[Row] = DEFAULT_TABLE,
+) -> MatrixMap:
+    check_options(side, method)
+    coefficient_rows(coefficients, steps)  # raises here rather than in the first update
+    stage = functools.partial(
+        polar_factor, side=side, method=method, steps=steps, coefficients=coefficients
+    )
+    return MatrixMap(
+        name,
+        Symmetry(Group.ORTHOGONAL, Group.ORTHOGONAL),
+        (stage,),
+        rms=lambda m, n: 1 / math.sqrt(max(m, n)),
+        grouped=True,
+    )

@@ -1,0 +1,138 @@
+"""What each role gets: its update by name or as a map, checked against the role's symmetry."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from symoptax._centering import centered
+from symoptax._hybrid import hybrid_map
+from symoptax._map import MatrixMap
+from symoptax._polar import left_polar_map, polar_map, right_polar_map
+from symoptax._routing import Role
+from symoptax._row_norm import column_norm_map, row_norm_map, sign_map
+from symoptax._symmetry import Symmetry
+
+Update = str | MatrixMap | optax.GradientTransformation
+
+MAPS: dict[str, Callable[[], MatrixMap]] = {
+    "row_norm": row_norm_map,
+    "column_norm": column_norm_map,
+    "polar": polar_map,
+    "right_polar": right_polar_map,
+    "left_polar": left_polar_map,
+    "hybrid": hybrid_map,
+    "sign": sign_map,
+    "centered_row_norm": lambda: centered(row_norm_map()),
+    "centered_right_polar": lambda: centered(right_polar_map()),
+    "centered_left_polar": lambda: centered(left_polar_map()),
+    "centered_hybrid": lambda: centered(hybrid_map()),
+}
+
+# Coordinate-wise baselines, allowed everywhere by name although they break the symmetry.
+BASELINES = ("adamw", "frozen", "sign")
+
+DEFAULT_UPDATES: dict[Role, str] = {
+    Role.EMBEDDING: "row_norm",
+    Role.TIED_EMBEDDING: "row_norm",
+    Role.LM_HEAD: "centered_row_norm",
+    Role.LM_HEAD_NO_SHIFT: "row_norm",
+    Role.ATTENTION: "polar",
+    Role.MLP_IN: "polar",
+    Role.MLP_DOWN: "polar",
+    Role.EXPERT_IN: "polar",
+    Role.EXPERT_DOWN: "polar",
+    Role.ROUTER: "centered_left_polar",
+    Role.ROUTER_NO_SHIFT: "left_polar",
+    Role.OTHER: "adamw",
+}
+
+# Multiples of the learning rate, at updates of root-mean-square size 0.2.
+DEFAULT_LR_MULTIPLIERS: dict[Role, float] = {Role.EMBEDDING: 5.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The update of one role: a map, or a transformation by itself, and its settings."""
+
+    name: str
+    map: MatrixMap | None
+    transformation: optax.GradientTransformation | None
+    lr_multiplier: float
+    weight_decay: float
+
+
+def recipes(
+    updates: Mapping[Any, Update] | None,
+    lr_multipliers: Mapping[Any, float] | None,
+    weight_decay: float | Mapping[Any, float],
+    *,
+    strict: bool,
+) -> dict[Role, Recipe]:
+    """Return the recipe of every role, the defaults overridden by what is given.
+
+    Raises:
+      ValueError: unknown role or update, or with `strict` a map that the role's symmetry refuses.
+    """
+    chosen: dict[Role, Update] = {**DEFAULT_UPDATES, **_by_role("updates", updates or {})}
+    multipliers = {**DEFAULT_LR_MULTIPLIERS, **_by_role("lr_multipliers", lr_multipliers or {})}
+    if isinstance(weight_decay, Mapping):
+        decays = _by_role("weight_decay", weight_decay)
+    else:
+        decays = {role: weight_decay for role in Role if role != Role.OTHER}
+    result = {}
+    for role, update in chosen.items():
+        settings = multipliers.get(role, 1.0), decays.get(role, 0.0)
+        result[role] = _recipe(role, update, *settings)
+        if strict:
+            _check_symmetry(role, result[role])
+    return result
+
+
+def _recipe(role: Role, update: Update, lr_multiplier: float, weight_decay: float) -> Recipe:
+    if isinstance(update, MatrixMap):
+        return Recipe(update.name, update, None, lr_multiplier, weight_decay)
+    if isinstance(update, optax.GradientTransformation):
+        return Recipe("custom", None, update, lr_multiplier, weight_decay)
+    if update in ("adamw", "frozen"):
+        return Recipe(update, None, None, lr_multiplier, weight_decay)
+    if update not in MAPS:
+        raise ValueError(
+            f"Update {update!r} for role {str(role)!r} is unknown; choose from "
+            f"{', '.join([*MAPS, 'adamw', 'frozen'])}, or pass a MatrixMap or a transformation."
+        )
+    return Recipe(update, MAPS[update](), None, lr_multiplier, weight_decay)
+
+
+def _check_symmetry(role: Role, recipe: Recipe) -> None:
+    needed, update_map = role.symmetry, recipe.map
+    if update_map is None or recipe.name in BASELINES:
+        return
+    if needed is None:
+        raise ValueError(
+            f"Role {str(role)!r} holds leaves without a matrix view, so it cannot take the map "
+            f"{recipe.name!r}; use 'adamw', 'frozen' or a transformation."
+        )
+    if not needed.is_respected_by(update_map.symmetry):
+        fitting = [name for name in MAPS if needed.is_respected_by(MAPS[name]().symmetry)]
+        raise ValueError(
+            f"Update {recipe.name!r} respects {update_map.symmetry}, but blocks of role "
+            f"{str(role)!r} have the symmetry {needed}{_hint(needed, update_map.symmetry)}. "
+            f"Maps that fit: {', '.join(fitting)}. Pass strict=False to use it all the same."
+        )
+
+
+def _hint(needed: Symmetry, offered: Symmetry) -> str:
+    if needed.shift and not offered.shift:
+        return ": adding one vector to all rows changes nothing, so the map must be centered"
+    if offered.shift and not needed.shift:
+        return ": no shared shift acts here, and a centered map would never train the mean row"
+    return ""
+
+
+def _by_role(option: str, values: Mapping[Any, Any]) -> dict[Role, Any]:
+    unknown = [key for key in values if key not in list(Role)]
+    if unknown:
+        raise ValueError(f"{option} names unknown roles {unknown}; choose from {', '.join(Role)}.")
+    return {Role(key): value for key, value in values.items()}

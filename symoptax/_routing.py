@@ -1,0 +1,186 @@
+"""What each parameter is: roles, rules that assign them by path, and the checked result."""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from symoptax._paths import matches, path_name
+from symoptax._symmetry import Group, Symmetry
+from symoptax._view import MatrixView
+
+Fallback = Literal["adamw"] | None
+
+
+class Role(enum.StrEnum):
+    """What a parameter does in the network, which decides the group that acts on it.
+
+    In every view the rows are the exchangeable units: tokens, neurons, experts, output features.
+    The `_no_shift` forms are for logits or scores that do not pass through a softmax over all rows
+    as they are: soft-capped heads, sigmoid routers, selection biases, z-losses.
+    """
+
+    EMBEDDING = "embedding"
+    TIED_EMBEDDING = "tied_embedding"
+    LM_HEAD = "lm_head"
+    LM_HEAD_NO_SHIFT = "lm_head_no_shift"
+    ATTENTION = "attention"
+    MLP_IN = "mlp_in"
+    MLP_DOWN = "mlp_down"
+    EXPERT_IN = "expert_in"
+    EXPERT_DOWN = "expert_down"
+    ROUTER = "router"
+    ROUTER_NO_SHIFT = "router_no_shift"
+    OTHER = "other"
+
+    @property
+    def symmetry(self) -> Symmetry | None:
+        """The group that acts on blocks of this role; None for `other`, which has no matrices."""
+        match self:
+            case Role.OTHER:
+                return None
+            case Role.ATTENTION:
+                return Symmetry(Group.ORTHOGONAL, Group.ORTHOGONAL)
+            case Role.LM_HEAD | Role.ROUTER:
+                return Symmetry(Group.PERMUTATION, Group.ORTHOGONAL, shift=True)
+        return Symmetry(Group.PERMUTATION, Group.ORTHOGONAL)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamRule:
+    """Say of all leaves whose path matches a pattern what they are and how they form matrices.
+
+    >>> ParamRule("**/mlp/{gate,up}_proj/kernel", "mlp_in", "d neuron -> neuron d").view.rows
+    'neuron'
+
+    Args:
+      pattern: whole path segments: `*` within one, `**` any number, `{a,b}` either.
+      role: a `Role` or its name.
+      view: a `MatrixView` or its pattern, naming every axis; none for the role "other".
+
+    Raises:
+      ValueError: unknown role, a matrix role without a view, or a view with `...`.
+    """
+
+    pattern: str
+    role: Role | str
+    view: MatrixView | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in list(Role):
+            raise ValueError(
+                f"Rule {self.pattern!r}: role {self.role!r} is none of {', '.join(Role)}."
+            )
+        object.__setattr__(self, "role", Role(self.role))
+        if isinstance(self.view, str):
+            object.__setattr__(self, "view", MatrixView(self.view))
+        if (self.role == Role.OTHER) != (self.view is None):
+            raise ValueError(
+                f"Rule {self.pattern!r}: role {self.role!r} "
+                + ("takes no view." if self.view else "needs a view, such as 'd out -> out d'.")
+            )
+        if isinstance(self.view, MatrixView) and not self.view.names_every_axis:
+            raise ValueError(
+                f"Rule {self.pattern!r}: name every axis of {self.view.pattern!r} instead of "
+                "'...'; an axis too many is then an error and not a silent batch axis."
+            )
+        matches(self.pattern, "")  # raises for a pattern that does not parse
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutedLeaf:
+    """One leaf with what a rule says of it; `shape` and `dtype` are None for placeholders."""
+
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: Any
+    role: Role
+    view: MatrixView | None
+
+    def matrices(self) -> list[tuple[int, ...]]:
+        """Return the shapes `(*batch, m, n)` of the leaf's stacks."""
+        return [] if self.view is None or self.shape is None else self.view.shapes(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Every leaf of one parameter tree with its role and view, in the order of the tree."""
+
+    leaves: tuple[RoutedLeaf, ...]
+    structure: Any
+
+    @property
+    def labels(self) -> Any:
+        """The tree of role names, for `optax.partition`."""
+        return self.structure.unflatten([str(leaf.role) for leaf in self.leaves])
+
+    @property
+    def views(self) -> Any:
+        """The tree of views; None for leaves without matrices."""
+        return self.structure.unflatten([leaf.view for leaf in self.leaves])
+
+
+def route(params: Any, rules: Sequence[ParamRule], *, fallback: Fallback = None) -> Routing:
+    """Give every leaf of a parameter tree the role and view of the one rule that matches its path.
+
+    Works on any pytree of arrays, shapes (`jax.eval_shape`) or placeholders: linen dicts,
+    `nnx.State`, boxed or not. Nothing is guessed from names or shapes beyond what the rules say.
+
+    Args:
+      params: the parameter tree.
+      rules: one rule must match each leaf, and only one.
+      fallback: "adamw" gives leaves that no rule matches the role "other"; None raises for them.
+
+    Raises:
+      ValueError: leaves that no rule, or more than one, matches, or whose shape does not fit the
+        view; the message lists each with path, shape and mend.
+    """
+    if fallback not in (None, "adamw"):
+        raise ValueError(f"fallback={fallback!r} is unknown; choose 'adamw' or None.")
+    flat, structure = jax.tree_util.tree_flatten_with_path(params)
+    leaves, problems = [], []
+    for path, leaf in flat:
+        result = _route_leaf(path_name(path), leaf, rules, fallback)
+        if isinstance(result, str):
+            problems.append(result)
+        else:
+            leaves.append(result)
+    if problems:
+        raise ValueError("Cannot route the parameters:\n" + "\n".join(f"  {p}" for p in problems))
+    return Routing(tuple(leaves), structure)
+
+
+def label_fn(rules: Sequence[ParamRule], *, fallback: Fallback = None) -> Callable[[Any], Any]:
+    """Return the function from a parameter tree to its role names, for `optax.partition`."""
+    return lambda params: route(params, rules, fallback=fallback).labels
+
+
+def view_fn(rules: Sequence[ParamRule], *, fallback: Fallback = None) -> Callable[[Any], Any]:
+    """Return the function from a parameter tree to its tree of views, for `view=`."""
+    return lambda params: route(params, rules, fallback=fallback).views
+
+
+def _route_leaf(
+    name: str, leaf: Any, rules: Sequence[ParamRule], fallback: Fallback
+) -> RoutedLeaf | str:
+    """Return the routed leaf, or one line that says why there is none."""
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    found = [rule for rule in rules if matches(rule.pattern, name)]
+    if len(found) > 1:
+        patterns = ", ".join(repr(rule.pattern) for rule in found)
+        return f"{name} {shape}: matched by {len(found)} rules ({patterns}); narrow them to one."
+    if not found and fallback is None:
+        return (
+            f"{name} {shape}: no rule matches; add ParamRule({name!r}, role, view), "
+            'or pass fallback="adamw" to give such leaves to AdamW.'
+        )
+    role, view = (Role(found[0].role), found[0].view) if found else (Role.OTHER, None)
+    assert not isinstance(view, str)
+    if view is not None and shape is not None:
+        try:
+            view.shapes(shape)
+        except ValueError as error:
+            return f"{name} {shape}: rule {found[0].pattern!r} does not fit. {error}"
+    return RoutedLeaf(name, None if shape is None else tuple(shape), dtype, role, view)

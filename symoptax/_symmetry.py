@@ -1,0 +1,121 @@
+"""Which group acts on the rows and columns of a parameter block, and whether a map respects it."""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Group(enum.IntEnum):
+    """A group of m x m matrices acting on one side of a block; a smaller value is a subgroup."""
+
+    TRIVIAL = 0
+    PERMUTATION = 1
+    ORTHOGONAL = 2
+
+    @property
+    def letter(self) -> str:
+        """The symbol of the group in print: 1, P or O."""
+        return "1PO"[self]
+
+
+@dataclasses.dataclass(frozen=True)
+class Symmetry:
+    """The group `rows x cols` acting on a matrix block by `D -> L D R`, and the shared shift.
+
+    `shift=True` adds the translations `W -> W + 1 c^T` of all rows by one vector. A gradient does
+    not see them, so a map that respects them ignores the mean row of its input and returns rows
+    that sum to zero.
+
+    >>> print(Symmetry(Group.PERMUTATION, Group.ORTHOGONAL, shift=True))
+    P(rows) x O(cols) / shift
+    """
+
+    rows: Group
+    cols: Group
+    shift: bool = False
+
+    def __le__(self, other: "Symmetry") -> bool:
+        """Return whether every element of this group belongs to `other` too."""
+        return (
+            self.rows <= other.rows and self.cols <= other.cols and (other.shift or not self.shift)
+        )
+
+    def is_respected_by(self, symmetry_of_map: "Symmetry") -> bool:
+        """Return whether a map with that symmetry may update a block on which this group acts.
+
+        The map has to commute with at least this group. The shift has to agree in both directions:
+        where it acts, an uncentered map moves along a direction that the loss does not see; where
+        it does not act, a centered map never trains the mean row.
+        """
+        return self <= symmetry_of_map and self.shift == symmetry_of_map.shift
+
+    def describe(self, rows: str = "rows", cols: str = "cols") -> str:
+        """Return the group in print, with the axes named: `P(vocab) x O(d) / shift`."""
+        groups = f"{self.rows.letter}({rows}) x {self.cols.letter}({cols})"
+        return f"{groups} / shift" if self.shift else groups
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+class GroupElement(NamedTuple):
+    """One element of a `Symmetry`: `D -> left @ D @ right`, and a vector added to every row."""
+
+    left: Float[Array, "m m"]
+    right: Float[Array, "n n"]
+    shift: Float[Array, " n"]
+
+
+def random_element(
+    symmetry: Symmetry, shape: tuple[int, int], key: jax.Array, dtype: jnp.dtype | None = None
+) -> GroupElement:
+    """Draw a random element of `symmetry` for blocks of `shape` = (m, n)."""
+    left_key, right_key, shift_key = jax.random.split(key, 3)
+    m, n = shape
+    shift = jax.random.normal(shift_key, (n,), dtype) if symmetry.shift else jnp.zeros(n, dtype)
+    return GroupElement(
+        _random_matrix(symmetry.rows, m, left_key, dtype),
+        _random_matrix(symmetry.cols, n, right_key, dtype),
+        shift,
+    )
+
+
+def equivariance_error(
+    update_map: Callable[[Array], Array],
+    symmetry: Symmetry,
+    shape: tuple[int, int],
+    key: jax.Array,
+    dtype: jnp.dtype | None = None,
+) -> float:
+    """Measure how far a map is from commuting with a random element of a symmetry.
+
+    Returns `max |U(g D) - g U(D)| / max |U(D)|` for one normal D of `shape` = (m, n); with
+    `symmetry.shift`, `g` also adds one vector to every row of D, and the mean row of `U(D)`, which
+    should vanish, counts as error too. Zero up to rounding for a map that commutes.
+    """
+    direction_key, element_key = jax.random.split(key)
+    direction = jax.random.normal(direction_key, shape, dtype)
+    g = random_element(symmetry, shape, element_key, dtype)
+    moved = update_map(g.left @ direction @ g.right + g.shift)
+    update = update_map(direction)
+    error = jnp.max(jnp.abs(moved - g.left @ update @ g.right))
+    if symmetry.shift:
+        error = jnp.maximum(error, jnp.max(jnp.abs(jnp.mean(update, axis=0))))
+    return float(error / jnp.max(jnp.abs(update)))
+
+
+def _random_matrix(
+    group: Group, size: int, key: jax.Array, dtype: jnp.dtype | None
+) -> Float[Array, "k k"]:
+    match group:
+        case Group.TRIVIAL:
+            return jnp.eye(size, dtype=dtype)
+        case Group.PERMUTATION:
+            return jnp.eye(size, dtype=dtype)[jax.random.permutation(key, size)]
+        case Group.ORTHOGONAL:
+            return jax.random.orthogonal(key, size, dtype=dtype)

@@ -1,0 +1,210 @@
+"""How a parameter leaf opens into stacks of matrices `[..., rows, cols]`, and closes again."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+_TOKEN = re.compile(r"\.\.\.|[A-Za-z_]\w*|[()]|\S")
+
+Axes = tuple[tuple[str, ...], ...]  # one tuple of names per axis; several names where it is packed
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixView:
+    """A named way to see a leaf as stacks of matrices, in the notation of einops.
+
+    The left side names every axis of the leaf as stored, the right side the same names as they
+    form matrices: the last two axes are rows and columns, all before them are batch axes. Names in
+    parentheses are packed into one axis, the first one outermost. Batch axes are never packed.
+
+    >>> MatrixView("d layer vocab -> layer vocab d").shapes((4, 2, 10))
+    [(2, 10, 4)]
+
+    A leaf that holds several matrices side by side is cut into `sections`: of an axis of the left
+    side after unpacking, for instance queries, keys and values of 4, 2 and 2 heads of size 3:
+
+    >>> qkv = MatrixView("d (head k) -> (head k) d", sizes={"k": 3}, sections={"head": (4, 2, 2)})
+    >>> qkv.shapes((5, 24))
+    [(12, 5), (6, 5), (6, 5)]
+
+    Args:
+      pattern: `"left -> right"`. A leading `...` on both sides stands for any number of batch axes.
+      sizes: sizes of packed axes; at most one per packed axis may be left out.
+      sections: at most one axis name, with the sizes into which it is cut.
+
+    Raises:
+      ValueError: when built, for a pattern that does not parse; when applied, for a leaf whose
+        shape does not fit.
+    """
+
+    pattern: str
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    sections: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict, hash=False)
+    _left: Axes = dataclasses.field(init=False, repr=False, compare=False)
+    _right: Axes = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        left, arrow, right = self.pattern.partition("->")
+        if not arrow:
+            raise ValueError(
+                f"View {self.pattern!r} needs the form 'stored axes -> batch rows cols'."
+            )
+        object.__setattr__(self, "_left", self._parse(left))
+        object.__setattr__(self, "_right", self._parse(right))
+        self._validate()
+
+    @property
+    def rows(self) -> str:
+        """The names of the row axis, as in the pattern."""
+        return " ".join(self._right[-2])
+
+    @property
+    def cols(self) -> str:
+        """The names of the column axis, as in the pattern."""
+        return " ".join(self._right[-1])
+
+    @property
+    def names_every_axis(self) -> bool:
+        """Whether the pattern has no `...`."""
+        return ("...",) not in self._left
+
+    def shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the shapes `(*batch, m, n)` of the stacks of a leaf, one per section."""
+        return self._opening(shape).stacks
+
+    def open(self, leaf: Shaped[Array, "..."]) -> list[Shaped[Array, "*batch m n"]]:
+        """Open a leaf into its stacks, one per section."""
+        opening = self._opening(leaf.shape)
+        pieces = jnp.split(leaf.reshape(opening.unpacked), opening.cuts, opening.axis)
+        return [
+            piece.transpose(opening.order).reshape(stack)
+            for piece, stack in zip(pieces, opening.stacks, strict=True)
+        ]
+
+    def close(
+        self, stacks: Sequence[Shaped[Array, "*batch m n"]], shape: Sequence[int]
+    ) -> Shaped[Array, "..."]:
+        """Put stacks back into a leaf of `shape`: the exact inverse of `open`."""
+        opening = self._opening(shape)
+        back = [opening.order.index(axis) for axis in range(len(opening.order))]
+        pieces = [
+            stack.reshape([piece[axis] for axis in opening.order]).transpose(back)
+            for stack, piece in zip(stacks, opening.pieces, strict=True)
+        ]
+        leaf = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, opening.axis)
+        return leaf.reshape(tuple(shape))
+
+    def _opening(self, shape: Sequence[int]) -> "_Opening":
+        """Work out every size and permutation for a leaf of `shape`."""
+        extra = len(shape) - len(self._left) + (not self.names_every_axis)
+        left, right = _number_batch(self._left, extra), _number_batch(self._right, extra)
+        if len(left) != len(shape):
+            raise ValueError(
+                f"View {self.pattern!r} names {len(left)} axes; the leaf has shape {tuple(shape)}."
+            )
+        dims = {}
+        for group, size in zip(left, shape, strict=True):
+            dims.update(self._unpack(group, size, shape))
+        names = list(dims)
+        axis_name, sections = next(iter(self.sections.items()), (names[0], (dims[names[0]],)))
+        if sum(sections) != dims[axis_name]:
+            raise ValueError(
+                f"View {self.pattern!r}: sections {tuple(sections)} of {axis_name!r} add up to "
+                f"{sum(sections)}, but a leaf of shape {tuple(shape)} has {dims[axis_name]}."
+            )
+        parts = [{**dims, axis_name: section} for section in sections]
+        return _Opening(
+            unpacked=tuple(dims.values()),
+            axis=names.index(axis_name),
+            cuts=[sum(sections[:i]) for i in range(1, len(sections))],
+            pieces=[tuple(part.values()) for part in parts],
+            order=[names.index(name) for group in right for name in group],
+            stacks=[tuple(math.prod(part[n] for n in group) for group in right) for part in parts],
+        )
+
+    def _unpack(self, group: tuple[str, ...], size: int, shape: Sequence[int]) -> dict[str, int]:
+        """Return the sizes of the names packed into one stored axis, outermost first."""
+        unknown = [name for name in group if name not in self.sizes]
+        if len(unknown) > 1:
+            raise ValueError(f"View {self.pattern!r}: give sizes for all but one of {unknown}.")
+        known = math.prod(self.sizes[name] for name in group if name in self.sizes)
+        if size % max(known, 1) or (not unknown and size != known):
+            raise ValueError(
+                f"View {self.pattern!r}: axis ({' '.join(group)}) with sizes {dict(self.sizes)} "
+                f"does not fit {size} of a leaf of shape {tuple(shape)}."
+            )
+        return {name: self.sizes.get(name, size // max(known, 1)) for name in group}
+
+    def _parse(self, side: str) -> Axes:
+        axes: list[tuple[str, ...]] = []
+        group: list[str] | None = None
+        for token in _TOKEN.findall(side):
+            if token == "(" and group is None:
+                group = []
+            elif token == ")" and group:
+                axes.append(tuple(group))
+                group = None
+            elif group is None and (token == "..." or token.isidentifier()):
+                axes.append((token,))
+            elif group is not None and token.isidentifier():
+                group.append(token)
+            else:
+                raise ValueError(
+                    f"View {self.pattern!r}: cannot read {token!r} in {side.strip()!r}."
+                )
+        if group is not None:
+            raise ValueError(f"View {self.pattern!r}: a parenthesis is not closed.")
+        return tuple(axes)
+
+    def _validate(self) -> None:
+        left = [name for group in self._left for name in group]
+        right = [name for group in self._right for name in group]
+        problem = None
+        if len(set(left)) < len(left) or sorted(left) != sorted(right):
+            problem = "both sides must name the same axes, each once"
+        elif len(self._right) < 2 or ("...",) in self._right[-2:]:
+            problem = "the right side must end with a row and a column axis"
+        elif any(len(group) > 1 for group in self._right[:-2]):
+            problem = "batch axes must stay apart; give each a place of its own on the right"
+        elif "..." in left and (self._left[0] != ("...",) or self._right[0] != ("...",)):
+            problem = "'...' must stand first on both sides"
+        elif not set(self.sizes) <= set(left):
+            problem = f"sizes name unknown axes {sorted(set(self.sizes) - set(left))}"
+        elif len(self.sections) > 1 or not set(self.sections) <= set(left) - {"..."}:
+            problem = f"sections must cut one named axis, got {dict(self.sections)}"
+        if problem:
+            raise ValueError(f"View {self.pattern!r}: {problem}.")
+
+
+class _Opening(NamedTuple):
+    """A view applied to the shape of one leaf."""
+
+    unpacked: tuple[int, ...]  # the leaf with one axis per name
+    axis: int  # the axis that is cut into sections
+    cuts: list[int]  # where all sections but the first begin
+    pieces: list[tuple[int, ...]]  # each section, one axis per name, in stored order
+    order: list[int]  # the permutation from stored to matrix order
+    stacks: list[tuple[int, ...]]  # each section as [*batch, m, n]
+
+
+def _number_batch(axes: Axes, count: int) -> Axes:
+    """Write a leading `...` out as `count` numbered axes."""
+    if axes[0] != ("...",):
+        return axes
+    return (*((f"...{i}",) for i in range(count)), *axes[1:])
+
+
+AS_STORED = MatrixView("... row col -> ... row col")
+FLAX_KERNEL = MatrixView("... input output -> ... output input")
+
+
+def as_view(view: MatrixView | str | None) -> MatrixView:
+    """Return `view` as a `MatrixView`; None is the last two axes as stored."""
+    if view is None:
+        return AS_STORED
+    return MatrixView(view) if isinstance(view, str) else view

@@ -1,0 +1,26 @@
+"""Strictness for all tests: typed shapes, no silent broadcasting, eight CPU devices."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
+
+from jaxtyping import install_import_hook
+
+# Shapes and dtypes in annotations are checked at every call while testing.
+install_import_hook("symoptax", "beartype.beartype")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def x64():
+    """Run a test in float64."""
+    with jax.enable_x64(True):
+        yield
