@@ -149,7 +149,7 @@ def _gram(x: Array, rows: Sequence[Row]) -> Array:
 
 def _root_segment(gram: Array, rows: Sequence[Row]) -> Array:
     """Accumulate `Q = P_s ... P_1` with `P = a I + b R + c R^2` and `R <- P R P`."""
-    identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    identity = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
     root = None
     for step, (a, b, c) in enumerate(rows):
         factor = a * identity + b * gram + c * _matmul(gram, gram)

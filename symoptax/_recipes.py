@@ -30,8 +30,8 @@ MAPS: dict[str, Callable[[], MatrixMap]] = {
     "centered_hybrid": lambda: centered(hybrid_map()),
 }
 
-# Coordinate-wise baselines, allowed everywhere by name although they break the symmetry.
-BASELINES = ("adamw", "frozen", "sign")
+# A coordinate-wise baseline like AdamW, allowed everywhere by name although it breaks the symmetry.
+_BASELINE = "sign"
 
 DEFAULT_UPDATES: dict[Role, str] = {
     Role.EMBEDDING: "row_norm",
@@ -48,19 +48,19 @@ DEFAULT_UPDATES: dict[Role, str] = {
     Role.OTHER: "adamw",
 }
 
-# Multiples of the learning rate, at updates of root-mean-square size 0.2.
+# Multiples of the learning rate for maps whose updates have root-mean-square size 0.2.
 DEFAULT_LR_MULTIPLIERS: dict[Role, float] = {Role.EMBEDDING: 5.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The update of one role: a map, or a transformation by itself, and its settings."""
+    """The update of one role: a map, a transformation by itself, or "adamw" or "frozen" by name."""
 
     name: str
-    map: MatrixMap | None
-    transformation: optax.GradientTransformation | None
-    lr_multiplier: float
-    weight_decay: float
+    map: MatrixMap | None = None
+    transformation: optax.GradientTransformation | None = None
+    lr_multiplier: float = 1.0
+    weight_decay: float = 0.0
 
 
 def recipes(
@@ -76,38 +76,41 @@ def recipes(
       ValueError: unknown role or update, or with `strict` a map that the role's symmetry refuses.
     """
     chosen: dict[Role, Update] = {**DEFAULT_UPDATES, **_by_role("updates", updates or {})}
-    multipliers = {**DEFAULT_LR_MULTIPLIERS, **_by_role("lr_multipliers", lr_multipliers or {})}
+    multipliers = _by_role("lr_multipliers", lr_multipliers or {})
     if isinstance(weight_decay, Mapping):
         decays = _by_role("weight_decay", weight_decay)
     else:
         decays = {role: weight_decay for role in Role if role != Role.OTHER}
     result = {}
     for role, update in chosen.items():
-        settings = multipliers.get(role, 1.0), decays.get(role, 0.0)
-        result[role] = _recipe(role, update, *settings)
+        recipe = _recipe(role, update, decays.get(role, 0.0))
+        default = DEFAULT_LR_MULTIPLIERS.get(role, 1.0) if recipe.map else 1.0
+        result[role] = dataclasses.replace(recipe, lr_multiplier=multipliers.get(role, default))
         if strict:
             _check_symmetry(role, result[role])
     return result
 
 
-def _recipe(role: Role, update: Update, lr_multiplier: float, weight_decay: float) -> Recipe:
+def _recipe(role: Role, update: Update, weight_decay: float) -> Recipe:
     if isinstance(update, MatrixMap):
-        return Recipe(update.name, update, None, lr_multiplier, weight_decay)
+        return Recipe(update.name, map=update, weight_decay=weight_decay)
     if isinstance(update, optax.GradientTransformation):
-        return Recipe("custom", None, update, lr_multiplier, weight_decay)
-    if update in ("adamw", "frozen"):
-        return Recipe(update, None, None, lr_multiplier, weight_decay)
+        return Recipe("custom", transformation=update)
+    if update == "frozen":
+        return Recipe(update)
+    if update == "adamw":
+        return Recipe(update, weight_decay=weight_decay)
     if update not in MAPS:
         raise ValueError(
             f"Update {update!r} for role {str(role)!r} is unknown; choose from "
             f"{', '.join([*MAPS, 'adamw', 'frozen'])}, or pass a MatrixMap or a transformation."
         )
-    return Recipe(update, MAPS[update](), None, lr_multiplier, weight_decay)
+    return Recipe(update, map=MAPS[update](), weight_decay=weight_decay)
 
 
 def _check_symmetry(role: Role, recipe: Recipe) -> None:
     needed, update_map = role.symmetry, recipe.map
-    if update_map is None or recipe.name in BASELINES:
+    if update_map is None or recipe.name == _BASELINE:
         return
     if needed is None:
         raise ValueError(
