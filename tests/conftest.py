@@ -11,7 +11,10 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 from jaxtyping import install_import_hook
 
 # Shapes and dtypes in annotations are checked at every call while testing.
-install_import_hook("symoptax", "beartype.beartype")
+# An int is a float there, as PEP 484 has it.
+install_import_hook(
+    "symoptax", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+)
 
 import jax
 import pytest

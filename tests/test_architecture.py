@@ -1,0 +1,72 @@
+"""The floor plan of the package, the list of public names, and what may be imported."""
+
+import ast
+import pathlib
+
+import pytest
+
+import symoptax
+
+PACKAGE = pathlib.Path(symoptax.__file__).parent
+REPOSITORY = PACKAGE.parent
+
+# A file imports only from floors above it in this list, which is printed in CONTRIBUTING.md too.
+FLOORS = [
+    ["_version", "_symmetry", "_view", "_paths", "_coefficients", "_hyperparams", "_momentum"],
+    ["_newton_schulz", "_routing", "_scaling", "_weight_decay"],
+    ["_map"],
+    ["_row_norm", "_polar", "_centering"],
+    ["_hybrid"],
+    ["_matrixwise", "_recipes"],
+    ["_transforms", "_optimizers", "_layerwise", "_report"],
+    ["__init__"],
+]
+FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
+
+
+def imported_modules(path: pathlib.Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+    return names
+
+
+def test_every_file_stands_on_one_floor():
+    assert sorted(FLOOR_OF) == sorted(path.stem for path in PACKAGE.glob("*.py"))
+
+
+@pytest.mark.parametrize("module", sorted(FLOOR_OF))
+def test_imports_point_down(module):
+    own = [n for n in imported_modules(PACKAGE / f"{module}.py") if n.startswith("symoptax")]
+    for name in own:
+        assert FLOOR_OF[name.removeprefix("symoptax.")] < FLOOR_OF[module], name
+
+
+def test_only_public_interfaces_of_other_libraries():
+    for folder in ("symoptax", "examples", "benchmarks", "tests"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            for name in imported_modules(path):
+                private = [part for part in name.split(".")[1:] if part.startswith("_")]
+                assert not private or name.startswith("symoptax."), f"{path.name} imports {name}"
+
+
+def test_public_names_have_docstrings_and_no_second_path():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    names = [alias.asname or alias.name for node in imports for alias in node.names]
+    assert len(tree.body) == len(imports) + 1  # the docstring; nothing is defined there
+    assert len(names) == len(set(names)) > 40
+    for name in names:
+        value = getattr(symoptax, name)
+        assert name == "TABLES" or (value.__doc__ and name == value.__name__), name
+
+
+def test_floor_plan_is_printed_in_contributing():
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    for floor, modules in enumerate(FLOORS[:-1]):
+        line = next(x for x in text.splitlines() if x.startswith(f"| {floor} |"))
+        for module in modules:
+            assert f"`{module}.py`" in line or module == "_version", (floor, module)

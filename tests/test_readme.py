@@ -1,0 +1,32 @@
+"""The README's code runs, and its commands are the ones that are tested."""
+
+import pathlib
+import re
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).parent.parent
+TEXT = (REPOSITORY / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def test_python_blocks_run_one_after_the_other(capsys):
+    namespace = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert "embed/embedding" in capsys.readouterr().out
+    namespace["tx"].init(namespace["params"])
+
+
+def test_the_test_command_is_what_ci_runs():
+    command = blocks("sh")[1].strip()
+    assert command.endswith("pytest")
+    assert command in (REPOSITORY / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)]+)\)", TEXT))
+def test_links_lead_somewhere(path):
+    assert (REPOSITORY / path).exists()
