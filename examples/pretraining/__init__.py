@@ -1,0 +1,1 @@
+"""The data, model and training parts of the pre-training example."""

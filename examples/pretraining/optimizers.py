@@ -1,0 +1,110 @@
+"""The optimizers by name, and the learning-rate schedule that they share."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+import symoptax
+from pretraining.config import Config, by_role, multipliers
+from pretraining.errors import InputError
+
+LEARNING_RATES = {"layerwise": 4e-3, "muon": 4e-3, "adamw": 3e-3, "optax_muon": 4e-3}
+ROUTED = ("layerwise", "muon")
+
+# Muon as commonly run: polar for the hidden matrices, AdamW for both ends.
+_MUON_UPDATES = {
+    "embedding": "adamw",
+    "tied_embedding": "adamw",
+    "lm_head": "adamw",
+    "attention": "polar",
+    "mlp_in": "polar",
+    "mlp_down": "polar",
+}
+
+
+def make_schedule(config: Config) -> optax.Schedule:
+    """Linear warm-up, constant, then linear to 0 over the last `decay_fraction` of the steps."""
+    peak = config.learning_rate or LEARNING_RATES[config.optimizer]
+    warmup = max(1, config.warmup_steps)
+    decay = max(1, round(config.decay_fraction * config.steps))
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        rising = jnp.minimum(1.0, (count + 1) / warmup)
+        falling = jnp.clip((config.steps - count) / decay, 0.0, 1.0)
+        return peak * jnp.minimum(rising, falling)
+
+    return schedule
+
+
+def routing_options(
+    config: Config, rules: Sequence[symoptax.ParamRule]
+) -> dict[str, Mapping[str, object] | None]:
+    """Return the `updates` and `lr_multipliers` that `layerwise` and its report are given."""
+    roles = {rule.role for rule in rules}
+    given, factors = by_role("update", config.update), multipliers(config)
+    if idle := sorted((given.keys() | factors.keys()) - roles):
+        raise InputError(
+            f"no parameter of this model has the role {', '.join(idle)}; "
+            f"its roles are {', '.join(sorted(roles))}"
+        )
+    updates = _MUON_UPDATES if config.optimizer == "muon" else {}
+    updates = {role: update for role, update in updates.items() if role in roles} | given
+    return {"updates": updates or None, "lr_multipliers": factors or None}
+
+
+def _routed(
+    config: Config, rules: Sequence[symoptax.ParamRule], schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    options = routing_options(config, rules)
+    try:
+        return symoptax.layerwise(
+            schedule, rules, weight_decay=config.weight_decay, strict=config.strict, **options
+        )
+    except ValueError as error:
+        raise InputError(f"--optimizer={config.optimizer}: {error}") from error
+
+
+def _hidden_matrices(params: optax.Params) -> optax.Params:
+    """Mark for `optax.contrib.muon` the matrices between the two ends of the model."""
+
+    def mark(path: tuple[object, ...], leaf: jax.Array) -> MuonDimensionNumbers | None:
+        hidden = jax.tree_util.keystr(path, simple=True, separator="/").startswith("layers/")
+        return MuonDimensionNumbers() if hidden and leaf.ndim == 2 else None
+
+    return jax.tree_util.tree_map_with_path(mark, params)
+
+
+def _optax_muon(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
+    return optax.contrib.muon(
+        schedule,
+        weight_decay=config.weight_decay,
+        adam_b2=0.95,
+        adam_weight_decay=config.weight_decay,
+        muon_weight_dimension_numbers=_hidden_matrices,
+        consistent_rms=0.2,
+    )
+
+
+def make_optimizer(
+    config: Config, rules: Sequence[symoptax.ParamRule]
+) -> optax.GradientTransformation:
+    """Build the optimizer named by `config`, with clipping before it."""
+    if config.optimizer not in LEARNING_RATES:
+        raise InputError(f"--optimizer={config.optimizer}: choose from {', '.join(LEARNING_RATES)}")
+    if config.optimizer not in ROUTED and (config.update or config.lr_multiplier):
+        raise InputError(
+            f"--optimizer={config.optimizer} has no roles: "
+            f"--update and --lr_multiplier go with {' or '.join(ROUTED)}"
+        )
+    schedule = make_schedule(config)
+    if config.optimizer == "adamw":
+        tx = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
+    elif config.optimizer == "optax_muon":
+        tx = _optax_muon(config, schedule)
+    else:
+        tx = _routed(config, rules, schedule)
+    # Outside the partition: one norm over all parameters, whatever their role.
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), tx) if config.clip_norm else tx

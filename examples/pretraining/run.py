@@ -1,0 +1,141 @@
+"""One run, from its config to its report."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from flax import nnx
+from rich.console import Console
+
+import symoptax
+from models.qwen3 import Qwen3
+from pretraining.checkpoint import Checkpoints
+from pretraining.config import Config
+from pretraining.errors import InputError
+from pretraining.job import Job, prepare_job
+from pretraining.loader import validation_batches
+from pretraining.optimizers import ROUTED, make_schedule, routing_options
+from pretraining.progress import Recorder
+from pretraining.report import summarize, write_report
+from pretraining.sharding import batch_sharding
+from pretraining.train import (
+    Hook,
+    LossFn,
+    TrainState,
+    catch_signals,
+    evaluate,
+    make_loss,
+    make_train_step,
+    train,
+)
+
+# What a shell reports for an interrupted program: all is saved, but the run is not finished.
+INTERRUPTED = 130
+
+
+def run(config: Config, console: Console) -> int:
+    """Train as `config` says; return 0, or `INTERRUPTED` when a signal stopped the run."""
+    job = prepare_job(config)
+    start = job.resume_step or 0
+    with contextlib.ExitStack() as stack:
+        stack.callback(job.loader.close)
+        checkpoints = stack.enter_context(contextlib.closing(_open_folder(config)))
+        state = _start(job, checkpoints)
+        stopped = stack.enter_context(catch_signals())
+        recorder = stack.enter_context(Recorder(config, start, console))
+        recorder.say(f"data: {job.dataset.description}")
+        step = _train(job, state, start, checkpoints, recorder, stopped)
+        if step < config.steps:
+            recorder.say(
+                f"stopped and saved at step {step}: go on with --resume and the same flags"
+            )
+            return INTERRUPTED if stopped() else 0
+    console.print(_finish(job), highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _open_folder(config: Config) -> Checkpoints:
+    folder = Path(config.out_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out_dir={folder}: cannot be created ({error.strerror})") from error
+    return Checkpoints(folder / "checkpoints")
+
+
+def _initial_state(job: Job) -> TrainState:
+    # Not compiled as a whole: XLA takes longer over the random numbers than the model to make them.
+    params = nnx.as_pure(nnx.state(Qwen3(job.model, nnx.Rngs(job.config.seed))))
+    params = jax.device_put(params, job.shardings.params)
+    # Compiled, since only `out_shardings` also places the counters on the whole mesh.
+    init = jax.jit(job.tx.init, out_shardings=job.shardings.opt_state)
+    return TrainState(params, init(params))
+
+
+def _start(job: Job, checkpoints: Checkpoints) -> TrainState:
+    if job.resume_step is None:
+        return _initial_state(job)
+    state, data_state = checkpoints.restore(job.resume_step, job.target)
+    job.loader.set_state(data_state)
+    return state
+
+
+def _hooks(job: Job, checkpoints: Checkpoints, recorder: Recorder, loss: LossFn) -> list[Hook]:
+    config, place = job.config, batch_sharding(job.mesh, job.config.batch_size)
+
+    def validate(step: int, state: TrainState) -> None:
+        recorder.flush()
+        batches = validation_batches(
+            job.dataset.val_shards, config.batch_size, config.seq_len, config.eval_batches
+        )
+        placed = (jax.device_put(batch, place) for batch in batches)
+        recorder.validation(step, evaluate(loss, state.params, placed))
+
+    def save(step: int, state: TrainState) -> None:
+        recorder.flush()
+        checkpoints.save(step, state, job.loader.get_state(), config)
+
+    return [Hook(config.eval_every, validate), Hook(config.checkpoint_every, save)]
+
+
+def _train(
+    job: Job,
+    state: TrainState,
+    start: int,
+    checkpoints: Checkpoints,
+    recorder: Recorder,
+    stopped: Callable[[], bool],
+) -> int:
+    config, loss = job.config, make_loss(job.graphdef)
+    train_step = make_train_step(
+        loss, job.tx, make_schedule(config), config.accumulate, job.shardings
+    )
+    place = batch_sharding(job.mesh, config.batch_size // config.accumulate)
+    batches = (jax.device_put(batch, place) for batch in job.loader)
+    hooks = _hooks(job, checkpoints, recorder, jax.jit(loss))
+    steps = range(start + 1, (config.stop_at_step or config.steps) + 1)
+    state, step = train(state, train_step, batches, steps, recorder.train, hooks, stopped)
+    # The last step of a run is evaluated too; every way out of the loop is saved.
+    for hook in hooks if step == config.steps else hooks[1:]:
+        if steps and step % hook.every:
+            hook.call(step, state)
+    return step
+
+
+def _routing(job: Job) -> str:
+    if job.config.optimizer not in ROUTED:
+        return f"{job.config.optimizer}: not routed by role"
+    options = routing_options(job.config, job.rules)
+    return str(symoptax.routing_report(job.target.params, job.rules, **options))
+
+
+def _finish(job: Job) -> str:
+    summary = summarize(
+        Path(job.config.out_dir),
+        job.target.params,
+        job.target.opt_state,
+        dataclasses.asdict(job.dataset.baselines),
+    )
+    return write_report(job.config, summary, job.dataset.description, _routing(job))

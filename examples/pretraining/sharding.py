@@ -1,0 +1,82 @@
+"""Where parameters, optimizer state and batches live on a mesh of devices."""
+
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pretraining.errors import InputError
+
+AXES = ("fsdp", "tensor")
+
+
+def _parse(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for entry in filter(None, text.split(",")):
+        name, _, size = entry.partition(":")
+        if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise InputError(f"--mesh={text}: write it as fsdp:4,tensor:2 or a part of that")
+        sizes[name] = int(size)
+    return sizes or {"fsdp": 1}
+
+
+def make_mesh(text: str) -> Mesh:
+    """Build the mesh that `text` describes; without one, a mesh of one device."""
+    sizes = _parse(text)
+    wanted, devices = math.prod(sizes.values()), jax.devices()
+    if wanted > len(devices):
+        raise InputError(f"--mesh={text}: needs {wanted} devices, but there are {len(devices)}")
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=devices[:wanted],
+    )
+
+
+def _param_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+    """Give each mesh axis the largest free axis that it divides; vectors are replicated."""
+    spec: list[str | None] = [None] * len(shape)
+    for name, size in mesh.shape.items() if len(shape) > 1 else ():
+        free = [axis for axis, n in enumerate(shape) if spec[axis] is None and n % size == 0]
+        if free:
+            spec[max(free, key=lambda axis: shape[axis])] = name
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def param_shardings(mesh: Mesh, params: object) -> object:
+    """Return the sharding of each leaf of `params` (arrays or shapes)."""
+    return jax.tree.map(lambda leaf: _param_sharding(mesh, leaf.shape), params)
+
+
+def _path(path: tuple[object, ...]) -> str:
+    return "/" + jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def state_shardings(mesh: Mesh, params: object, opt_state: object) -> object:
+    """Shard each leaf of the state like the parameter whose path and shape it repeats.
+
+    Counters repeat none and are replicated.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    shapes = {_path(path): leaf.shape for path, leaf in leaves}
+
+    def place(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        name = _path(path)
+        mirrors = any(name.endswith(p) and leaf.shape == shapes[p] for p in shapes)
+        return _param_sharding(mesh, leaf.shape) if mirrors else replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(place, opt_state)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Return the sharding that keeps a copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
+    """Split a (micro-)batch of `rows` sequences over `fsdp`."""
+    ways = mesh.shape.get("fsdp", 1)
+    if rows % ways:
+        raise InputError(f"a (micro-)batch of {rows} sequences cannot be split over fsdp:{ways}")
+    return NamedSharding(mesh, PartitionSpec("fsdp" if "fsdp" in mesh.shape else None))

@@ -1,0 +1,282 @@
+"""The pre-training example end to end: runs, resumes bit for bit, and refuses bad input."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import compare
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pretrain
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from pretraining.checkpoint import Checkpoints
+from pretraining.config import Config, define_flags, differences, from_json, parse_flags
+from pretraining.errors import InputError
+from pretraining.optimizers import make_schedule
+from pretraining.progress import read_metrics
+from pretraining.train import TrainState
+
+SCRIPT = Path(pretrain.__file__)
+SMALL = ["--preset=tiny", "--seq_len=16", "--batch_size=8", "--eval_every=4", "--eval_batches=2"]
+SMALL += ["--warmup_steps=1", "--learning_rate=1e-2", "--log_every=1", "--steps=8"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_little(tmp_path_factory):
+    """Share the compiled steps of the runs below, and optimise them little."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_disable_most_optimizations", True)  # They cost more than they save.
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_disable_most_optimizations", False)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def data_flags(tmp_path_factory):
+    """Flags of a small text corpus and of a cache that all tests share."""
+    folder = tmp_path_factory.mktemp("texts")
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "wizards"]
+    rng = np.random.default_rng(0)
+    for index in range(20):
+        text = " ".join(rng.choice(words, 400))
+        (folder / f"{index}.txt").write_text(text)
+    return [f"--data={folder}", f"--cache_dir={tmp_path_factory.mktemp('cache')}"]
+
+
+@pytest.fixture(scope="session")
+def run(data_flags):
+    """Run the example in this process and return its exit code."""
+
+    def call(out_dir, *extra):
+        return pretrain.main(["pretrain", f"--out_dir={out_dir}", *data_flags, *SMALL, *extra])
+
+    return call
+
+
+def _saved(out_dir, step):
+    """Every array of a checkpoint by path, read without this example's own code."""
+    arrays = {}
+    with ocp.StandardCheckpointer() as reader:
+        for item in ("params", "opt_state"):
+            tree = reader.restore(out_dir.resolve() / "checkpoints" / str(step) / item)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                arrays[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
+    return arrays
+
+
+def _losses(out_dir):
+    rows = read_metrics(out_dir / "metrics.jsonl")
+    return [(row["step"], row.get("loss"), row.get("val_loss")) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory):
+    """Return the folder of an unbroken run of eight steps."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert run(folder, "--eval_every=3") == 0
+    return folder
+
+
+def test_a_run_from_flags_to_report(whole):
+    report = (whole / "report.md").read_text()
+    for text in ("unigram", "validation", "embedding", "times AdamW's", "loss.png"):
+        assert text in report
+    assert {path.name for path in whole.iterdir()} == {
+        *("checkpoints", "loss.png", "metrics.jsonl", "report.md", "summary.json", "tensorboard")
+    }
+    assert [step for step, loss, _ in _losses(whole) if loss] == list(range(1, 9))
+    # The last step is evaluated although 8 is no multiple of 3.
+    assert [step for step, _, val_loss in _losses(whole) if val_loss] == [3, 6, 8]
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["state_bytes"] < summary["adamw_state_bytes"]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("optax_muon", marks=pytest.mark.slow)])
+def test_each_optimizer_lowers_the_loss(run, tmp_path, optimizer):
+    assert run(tmp_path / "run", f"--optimizer={optimizer}") == 0
+    losses = [loss for _, loss, _ in _losses(tmp_path / "run") if loss is not None]
+    # The first loss is near log(vocabulary) = 5.7; the corpus has 11 words.
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_resuming_equals_the_unbroken_run_bit_for_bit(run, whole, tmp_path):
+    halves = tmp_path / "halves"
+    assert run(halves, "--eval_every=3", "--stop_at_step=3", "--checkpoint_every=2") == 0
+    assert not (halves / "report.md").exists()
+    # What a killed run leaves beyond its checkpoint: a whole line, and half a line.
+    with (halves / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')
+    assert run(halves, "--eval_every=3", "--resume") == 0
+    assert _losses(halves) == _losses(whole)
+    expected, found = _saved(whole, 8), _saved(halves, 8)
+    assert expected.keys() == found.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(array, found[path], err_msg=path)
+    # The control: a step more or less is another state.
+    assert any((array != _saved(halves, 3)[path]).any() for path, array in expected.items())
+
+
+def test_resume_names_what_differs(run, tmp_path, capsys):
+    assert run(tmp_path / "run", "--stop_at_step=1") == 0
+    before = sorted((tmp_path / "run").rglob("*"))
+    assert run(tmp_path / "run", "--steps=9", "--seed=5", "--eval_every=1", "--resume") == 2
+    message = capsys.readouterr().err
+    assert "steps (was 8, now 9)" in message
+    assert "seed (was 0, now 5)" in message
+    assert "eval_every" not in message
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+@pytest.mark.parametrize("shardings", [False, True])
+def test_changed_labels_are_refused_not_restored_as_none(tmp_path, shardings):
+    params = {"a": jnp.ones((2, 2)), "b": jnp.ones(2)}
+
+    def state(labels):
+        tx = optax.partition({"m": optax.trace(0.9), "s": optax.sgd(1.0)}, labels)
+        return TrainState(params, tx.init(params))
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(1, state({"a": "m", "b": "s"}), {}, Config())
+
+    def abstract(leaf):
+        place = leaf.sharding if shardings else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    same, changed = (
+        jax.tree.map(abstract, state(labels))
+        for labels in ({"a": "m", "b": "s"}, {"a": "m", "b": "m"})
+    )
+    with pytest.raises(InputError, match=r"opt_state.*1 leaves.*trace/b.*saved nothing"):
+        checkpoints.restore(1, changed)
+    restored, _ = checkpoints.restore(1, same)
+    assert jax.tree.structure(restored) == jax.tree.structure(same)
+
+
+BAD_INPUT = {
+    "unknown flag": (["--lerning_rate=1"], "lerning_rate"),
+    "no number": (["--steps=many"], "steps"),
+    "out of range": (["--steps=0"], "--steps=0"),
+    "nan": (["--weight_decay=nan"], "--weight_decay"),
+    "stray argument": (["resume"], "'resume'"),
+    "preset": (["--preset=huge"], "tiny, small"),
+    "optimizer": (["--optimizer=sgd"], "layerwise, muon"),
+    "update syntax": (["--update=row_norm"], "role:value"),
+    "update twice": (["--update=mlp_in:polar", "--update=mlp_in:adamw"], "once"),
+    "update name": (["--update=embedding:rownorm"], "rownorm"),
+    "role name": (["--update=embeding:row_norm"], "embeding"),
+    "wrong symmetry": (["--update=attention:row_norm"], "attention"),
+    "idle role": (["--update=router:centered_row_norm"], "router; its roles are attention"),
+    "negative multiplier": (["--lr_multiplier=embedding:-1"], "embedding:-1"),
+    "multiplier": (["--lr_multiplier=embedding:ten"], "number"),
+    "multiplier role": (["--lr_multiplier=embeding:10"], "embeding"),
+    "no roles": (["--optimizer=adamw", "--update=embedding:row_norm"], "no roles"),
+    "accumulate": (["--accumulate=3"], "--accumulate=3"),
+    "mesh syntax": (["--mesh=4x2"], "fsdp:4,tensor:2"),
+    "mesh size": (["--mesh=fsdp:4096"], "4096 devices"),
+    "batch over mesh": (["--mesh=fsdp:2", "--batch_size=3"], "fsdp:2"),
+    "data": (["--data=/no/such/folder"], "/no/such/folder"),
+    "too little data": (["--seq_len=100000"], "too little"),
+    "nothing to resume": (["--resume"], "without --resume"),
+}
+
+
+@pytest.mark.parametrize(("flags", "named"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_one_line_and_no_folder(run, tmp_path, capsys, flags, named):
+    assert run(tmp_path / "run", *flags) == 2
+    message = capsys.readouterr().err
+    assert named in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_used_folder_is_refused(run, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert run(tmp_path) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_mesh_gives_the_same_losses_and_can_be_left(run, whole, tmp_path):
+    assert len(jax.devices()) == 8
+    mesh = ["--mesh=fsdp:4,tensor:2", "--stop_at_step=4"]
+    assert run(tmp_path / "run", "--eval_every=3", *mesh) == 0
+    assert run(tmp_path / "run", "--eval_every=3", "--resume") == 0
+    one, two = (
+        [loss or val for _, loss, val in _losses(path)] for path in (whole, tmp_path / "run")
+    )
+    # Sums in another order, once per step, and updates that amplify them a little.
+    np.testing.assert_allclose(one, two, rtol=1e-4)
+
+
+def test_accumulation_changes_no_losses(run, tmp_path):
+    for parts in (1, 4):
+        flags = ["--optimizer=adamw", f"--accumulate={parts}", "--stop_at_step=4"]
+        assert run(tmp_path / str(parts), *flags) == 0
+    whole, parts = ([loss or val for _, loss, val in _losses(tmp_path / n)] for n in ("1", "4"))
+    np.testing.assert_allclose(whole, parts, rtol=1e-4)
+
+
+def test_the_schedule_warms_up_stays_and_falls_to_zero():
+    config = Config(steps=100, warmup_steps=10, decay_fraction=0.4, learning_rate=2.0)
+    rates = [float(make_schedule(config)(step)) for step in range(101)]
+    np.testing.assert_allclose(rates[:10], [0.2 * step for step in range(1, 11)], rtol=1e-6)
+    assert set(rates[10:61]) == {2.0}
+    np.testing.assert_allclose(rates[80], 1.0, rtol=1e-6)
+    assert rates[100] == 0.0
+
+
+def test_config_from_flags_and_through_json():
+    argv = ["pretrain", "--update=mlp_in:polar", "--update=lm_head:adamw", "--tied", "--steps=7"]
+    config = parse_flags(define_flags(), argv)
+    expected = Config(update=("mlp_in:polar", "lm_head:adamw"), tied=True, steps=7)
+    assert config == expected
+    assert from_json(json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    assert differences(config, dataclasses.replace(config, out_dir="x", resume=True)) == []
+    with pytest.raises(InputError, match="depth"):
+        from_json({"depth": 3})
+
+
+def test_compare_runs_once_and_skips_what_is_finished(data_flags, tmp_path, capsys):
+    flags = ["compare", f"--out_dir={tmp_path}", "--optimizers=adamw,layerwise"]
+    flags += [*data_flags, *SMALL]
+    assert compare.main(flags) == 0
+    table = (tmp_path / "comparison.md").read_text()
+    assert re.findall(r"^\| (adamw|layerwise)", table, re.MULTILINE) == ["adamw", "layerwise"]
+    assert (tmp_path / "comparison.png").stat().st_size > 10_000
+    summary = tmp_path / "adamw" / "summary.json"
+    written = summary.stat().st_mtime_ns
+    assert compare.main(flags) == 0
+    assert summary.stat().st_mtime_ns == written
+    capsys.readouterr()
+    assert compare.main([*flags, "--seed=3"]) == 2
+    assert "seed (was 0, now 3)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_the_run_can_go_on(run, data_flags, tmp_path):
+    flags = [f"--out_dir={tmp_path / 'run'}", *data_flags, *SMALL, "--steps=5000"]
+    command = [sys.executable, str(SCRIPT), *flags]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    for line in process.stdout:
+        if line.startswith("step      3/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    step = int(re.search(r"saved at step (\d+).*--resume", output)[1])
+    assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
+    more = ["--steps=5000", "--resume", f"--stop_at_step={step + 1}"]
+    assert run(tmp_path / "run", *more) == 0
+    assert _losses(tmp_path / "run")[-1][0] == step + 1
