@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
@@ -72,7 +73,7 @@ class GroupElement(NamedTuple):
 
 
 def random_element(
-    symmetry: Symmetry, shape: tuple[int, int], key: jax.Array, dtype: jnp.dtype | None = None
+    symmetry: Symmetry, shape: tuple[int, int], key: jax.Array, dtype: DTypeLike | None = None
 ) -> GroupElement:
     """Draw a random element of `symmetry` for blocks of `shape` = (m, n)."""
     left_key, right_key, shift_key = jax.random.split(key, 3)
@@ -90,7 +91,7 @@ def equivariance_error(
     symmetry: Symmetry,
     shape: tuple[int, int],
     key: jax.Array,
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
 ) -> float:
     """Measure how far a map is from commuting with a random element of a symmetry.
 
@@ -101,7 +102,7 @@ def equivariance_error(
     direction_key, element_key = jax.random.split(key)
     direction = jax.random.normal(direction_key, shape, dtype)
     g = random_element(symmetry, shape, element_key, dtype)
-    moved = update_map(g.left @ direction @ g.right + g.shift)
+    moved = update_map(g.left @ direction @ g.right + g.shift[None, :])
     update = update_map(direction)
     error = jnp.max(jnp.abs(moved - g.left @ update @ g.right))
     if symmetry.shift:
@@ -110,7 +111,7 @@ def equivariance_error(
 
 
 def _random_matrix(
-    group: Group, size: int, key: jax.Array, dtype: jnp.dtype | None
+    group: Group, size: int, key: jax.Array, dtype: DTypeLike | None
 ) -> Float[Array, "k k"]:
     match group:
         case Group.TRIVIAL:

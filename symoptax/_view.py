@@ -77,7 +77,7 @@ class MatrixView:
         """Return the shapes `(*batch, m, n)` of the stacks of a leaf, one per section."""
         return self._opening(shape).stacks
 
-    def open(self, leaf: Shaped[Array, "..."]) -> list[Shaped[Array, "*batch m n"]]:
+    def open(self, leaf: Shaped[Array, "..."]) -> list[Shaped[Array, "... _m _n"]]:
         """Open a leaf into its stacks, one per section."""
         opening = self._opening(leaf.shape)
         pieces = jnp.split(leaf.reshape(opening.unpacked), opening.cuts, opening.axis)
@@ -87,7 +87,7 @@ class MatrixView:
         ]
 
     def close(
-        self, stacks: Sequence[Shaped[Array, "*batch m n"]], shape: Sequence[int]
+        self, stacks: Sequence[Shaped[Array, "... _m _n"]], shape: Sequence[int]
     ) -> Shaped[Array, "..."]:
         """Put stacks back into a leaf of `shape`: the exact inverse of `open`."""
         opening = self._opening(shape)
