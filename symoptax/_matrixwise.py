@@ -32,34 +32,51 @@ def matrixwise(update_map: MatrixMap, view: ViewOrFn = None) -> optax.GradientTr
       A stateless transformation.
 
     Raises:
-      ValueError: in `update`, for a leaf that the view does not fit or that is not real and
-        floating; the message names the leaf.
+      ValueError: in `init` and `update`, for a leaf that the view does not fit or that is not real
+        and floating; the message names the leaf.
     """
     fixed = None if callable(view) else as_view(view)
 
-    def update(updates: Any, params: Any) -> Any:
+    def checked_views(tree: Any) -> list[MatrixView]:
+        views = view(tree) if callable(view) else jax.tree.map(lambda _: fixed, tree)
+        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        leaf_views = structure.flatten_up_to(views)
+        for (path, leaf), leaf_view in zip(flat, leaf_views, strict=True):
+            _check(path_name(path), leaf, leaf_view)
+        return leaf_views
+
+    def init(params: optax.Params) -> optax.EmptyState:
+        checked_views(params)
+        return optax.EmptyState()
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         del params
-        views = view(updates) if callable(view) else jax.tree.map(lambda _: fixed, updates)
-        flat, structure = jax.tree_util.tree_flatten_with_path(updates)
-        view_leaves = structure.flatten_up_to(views)
+        views = checked_views(updates)
+        leaves, structure = jax.tree.flatten(updates)
         opened = [
-            _open(path_name(p), leaf, v) for (p, leaf), v in zip(flat, view_leaves, strict=True)
+            leaf_view.open(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))
+            for leaf, leaf_view in zip(leaves, views, strict=True)
         ]
         results = iter(_apply(update_map, [stack for stacks in opened for stack in stacks]))
         closed = [
-            v.close([next(results) for _ in stacks], leaf.shape).astype(leaf.dtype)
-            for (_, leaf), v, stacks in zip(flat, view_leaves, opened, strict=True)
+            leaf_view.close([next(results) for _ in stacks], leaf.shape).astype(leaf.dtype)
+            for leaf, leaf_view, stacks in zip(leaves, views, opened, strict=True)
         ]
-        return structure.unflatten(closed)
+        return structure.unflatten(closed), state
 
-    return optax.stateless(update)
+    return optax.GradientTransformation(init, update)
 
 
-def _open(name: str, leaf: jax.Array, view: MatrixView) -> list[jax.Array]:
+def _check(name: str, leaf: Any, view: MatrixView) -> None:
+    """Raise for a leaf that cannot open; placeholders without a shape pass."""
+    if not hasattr(leaf, "shape"):
+        return
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise ValueError(f"{name}: need a real floating dtype, got {leaf.dtype}{list(leaf.shape)}.")
     try:
-        return view.open(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))
+        view.shapes(leaf.shape)
     except ValueError as error:
         raise ValueError(
             f"{name}: {error} Give this leaf a view that names its axes, or route it elsewhere."

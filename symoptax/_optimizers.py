@@ -84,29 +84,18 @@ def matrix_optimizer(
       mu_dtype: dtype of the momentum; None keeps the parameter's.
 
     Returns:
-      A named chain: the state is a dictionary with the keys momentum, update, weight_decay and
-      learning_rate (and independent_decay when asked for).
+      A named chain: the state is a dictionary with the keys momentum, update, weight_decay,
+      learning_rate and independent_decay.
     """
-    stages = [
-        (
-            "momentum",
-            optax.identity()
-            if surely_zero(beta)
-            else momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype),
-        ),
+    average = momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)
+    early, late = (0.0, weight_decay) if independent_decay else (weight_decay, 0.0)
+    return optax.named_chain(
+        ("momentum", optax.identity() if surely_zero(beta) else average),
         ("update", matrixwise(scaled(update_map, scale), view)),
-        (
-            "weight_decay",
-            add_weight_decay(
-                0.0 if independent_decay else weight_decay, mask=mask, cautious=cautious
-            ),
-        ),
+        ("weight_decay", add_weight_decay(early, mask, cautious=cautious)),
         ("learning_rate", optax.scale_by_learning_rate(learning_rate)),
-    ]
-    if independent_decay:
-        decay = add_weight_decay(-weight_decay, mask=mask, cautious=cautious)
-        stages.append(("independent_decay", decay))
-    return optax.named_chain(*stages)
+        ("independent_decay", add_weight_decay(-late, mask, cautious=cautious)),
+    )
 
 
 @injectable("learning_rate", "beta", "weight_decay")
