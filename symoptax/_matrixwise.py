@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from symoptax._map import MatrixMap
-from symoptax._paths import path_name
+from symoptax._paths import named_leaves
 from symoptax._view import MatrixView, as_view
 
 ViewFn = Callable[[Any], Any]
@@ -39,10 +39,10 @@ def matrixwise(update_map: MatrixMap, view: ViewOrFn = None) -> optax.GradientTr
 
     def checked_views(tree: Any) -> list[MatrixView]:
         views = view(tree) if callable(view) else jax.tree.map(lambda _: fixed, tree)
-        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        named, structure = named_leaves(tree)
         leaf_views = structure.flatten_up_to(views)
-        for (path, leaf), leaf_view in zip(flat, leaf_views, strict=True):
-            _check(path_name(path), leaf, leaf_view)
+        for (name, leaf), leaf_view in zip(named, leaf_views, strict=True):
+            _check(name, leaf, leaf_view)
         return leaf_views
 
     def init(params: optax.Params) -> optax.EmptyState:
@@ -69,8 +69,10 @@ def matrixwise(update_map: MatrixMap, view: ViewOrFn = None) -> optax.GradientTr
     return optax.GradientTransformation(init, update)
 
 
-def _check(name: str, leaf: Any, view: MatrixView) -> None:
+def _check(name: str, leaf: Any, view: MatrixView | None) -> None:
     """Raise for a leaf that cannot open; placeholders without a shape pass."""
+    if view is None:
+        raise ValueError(f"{name}: has no view; keep it from this map by a partition or a mask.")
     if not hasattr(leaf, "shape"):
         return
     if not jnp.issubdtype(leaf.dtype, jnp.floating):

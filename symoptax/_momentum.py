@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from symoptax._paths import named_leaves
+
 
 class MomentumState(NamedTuple):
     """State of `momentum`: one array per leaf, `mu`."""
@@ -26,6 +28,9 @@ def momentum(
       mu_dtype: dtype of the state; None keeps the parameter's. Sums are made in the wider of the
         state's and the gradient's dtype, at least float32, and rounded once.
 
+    Raises:
+      ValueError: in `update`, for a leaf whose momentum is None; see the message.
+
     Source: Lau and Su (2026), arXiv 2605.18106.
     """
 
@@ -40,11 +45,25 @@ def momentum(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MomentumState]:
         del params
+        _check_complete(updates, state.mu)
         mu = jax.tree.map(average, updates, state.mu)
         ahead = jax.tree.map(average, updates, mu) if nesterov else mu
         return (
-            jax.tree.map(lambda a, g: a.astype(g.dtype), ahead, updates),
+            # A copy even where the dtype is the same: who donates the updates keeps the state.
+            jax.tree.map(lambda a, g: jnp.array(a, g.dtype), ahead, updates),
             MomentumState(jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)),
         )
 
     return optax.GradientTransformation(init, update)
+
+
+def _check_complete(updates: optax.Updates, mu: optax.Updates) -> None:
+    """Raise for the None that Orbax silently restores after the routing has changed."""
+    named, structure = named_leaves(updates)
+    momenta = structure.flatten_up_to(mu)
+    missing = [name for (name, _), m in zip(named, momenta, strict=True) if m is None]
+    if missing:
+        raise ValueError(
+            f"No momentum for {', '.join(missing)}: the state comes from another routing of the "
+            "parameters; take the state of these leaves from a fresh init."
+        )

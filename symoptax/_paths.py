@@ -4,26 +4,30 @@ import functools
 import re
 from typing import Any
 
+import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
-
-KeyPath = tuple[Any, ...]
 
 _SEGMENT_TOKEN = re.compile(r"\*|\?|\{[^{}]*\}|[^*?{}]+|[{}]")
 
 
-def path_name(path: KeyPath) -> str:
-    """Return the name of a leaf, `"layers/0/attn/q_proj/kernel"`, from its key path.
+def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Return the leaves of a tree with their names, and the tree's structure.
 
-    Boxes leave no trace: `nnx.Param`, `nn.Partitioned` and the like add `.value` to the key path of
-    a leaf in some places and not in others. Keys that contain slashes are several segments.
+    A name is the path of keys, fields and indices, joined by slashes. Boxes (`nnx.Param`,
+    `nn.Partitioned`) leave no trace in it, because Flax puts them around the same leaf in some
+    places and not in others. A key that contains slashes is several segments.
 
-    >>> path_name((DictKey("layers"), DictKey(0), DictKey("kernel"), GetAttrKey("value")))
-    'layers/0/kernel'
+    >>> named_leaves({"layers": [{"kernel": 1.0}]})[0]
+    [('layers/0/kernel', 1.0)]
     """
-    keys = [_key_name(key) for key in path]
-    if path and isinstance(path[-1], GetAttrKey | FlattenedIndexKey) and _is_box(path[-1]):
-        keys.pop()
-    return "/".join(key.strip("/") for key in keys)
+    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)
+    names = [
+        "/".join(_key_name(key).strip("/") for key in path)
+        for path, node in nodes
+        for _ in jax.tree.leaves(node)
+    ]
+    leaves, structure = jax.tree.flatten(tree)
+    return list(zip(names, leaves, strict=True)), structure
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -36,7 +40,7 @@ def matches(pattern: str, name: str) -> bool:
     >>> matches("**/gate", "layers/0/attn_gate")
     False
     """
-    return _compiled(pattern).fullmatch(f"{name}/") is not None
+    return _compiled(pattern).fullmatch(f"{name}/" if name else "") is not None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,5 +80,6 @@ def _key_name(key: Any) -> str:
     return str(key)
 
 
-def _is_box(key: Any) -> bool:
-    return not isinstance(key, GetAttrKey) or key.name in ("value", "raw_value")
+def _is_box(node: Any) -> bool:
+    """Return whether a node is a box of Flax around one leaf: AxisMetadata or `nnx.Variable`."""
+    return any(hasattr(type(node), name) for name in ("unbox", "raw_value", "get_raw_value"))

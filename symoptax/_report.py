@@ -123,7 +123,8 @@ def _recipe_bytes(leaf: RoutedLeaf, recipe: Recipe, mu_dtype: Any) -> int:
     if recipe.transformation is not None:
         abstract = jax.ShapeDtypeStruct(leaf.shape or (), leaf.dtype)
         state = jax.eval_shape(recipe.transformation.init, abstract)
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        arrays = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return sum(x.size * x.dtype.itemsize for x in arrays)
     if recipe.map is not None:
         return _state_bytes(leaf, mu_dtype)
     return _state_bytes(leaf, mu_dtype) + _state_bytes(leaf, None)

@@ -5,9 +5,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax
-
-from symoptax._paths import matches, path_name
+from symoptax._paths import matches, named_leaves
 from symoptax._symmetry import Group, Symmetry
 from symoptax._view import MatrixView
 
@@ -139,10 +137,10 @@ def route(params: Any, rules: Sequence[ParamRule], *, fallback: Fallback = None)
     """
     if fallback not in (None, "adamw"):
         raise ValueError(f"fallback={fallback!r} is unknown; choose 'adamw' or None.")
-    flat, structure = jax.tree_util.tree_flatten_with_path(params)
+    named, structure = named_leaves(params)
     leaves, problems = [], []
-    for path, leaf in flat:
-        result = _route_leaf(path_name(path), leaf, rules, fallback)
+    for name, leaf in named:
+        result = _route_leaf(name, leaf, rules, fallback)
         if isinstance(result, str):
             problems.append(result)
         else:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from pretraining import dataset, shards, tokenizer
 from pretraining.baselines import baselines
 from pretraining.corpus import read_documents

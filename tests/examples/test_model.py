@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models.qwen3 import RULES, TIED_RULES, TINY, Qwen3, rotate, rules_for
 
 import symoptax
+from models.qwen3 import RULES, TIED_RULES, TINY, Qwen3, rotate, rules_for
 
 TIED = dataclasses.replace(TINY, tied=True)
 

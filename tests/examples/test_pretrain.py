@@ -9,15 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import compare
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import pretrain
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+import compare
+import pretrain
 from pretraining.checkpoint import Checkpoints
 from pretraining.config import Config, define_flags, differences, from_json, parse_flags
 from pretraining.errors import InputError

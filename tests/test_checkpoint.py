@@ -1,0 +1,177 @@
+"""Orbax saves and restores the optimizer state; what it does when the routing has changed."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from orbax.checkpoint import StandardCheckpointer
+
+import symoptax
+from small_models import RULES, grads_like, linen_params, nnx_model
+from symoptax import ParamRule
+
+RATE = optax.linear_schedule(0.1, 0.0, 10)
+
+
+def save(path, state):
+    with StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+
+
+def restore(path, target=None):
+    with StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path) if target is None else checkpointer.restore(path, target)
+
+
+def steps(tx, params, state, seeds):
+    for seed in seeds:
+        updates, state = tx.update(grads_like(params, seed), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def with_shardings(abstract):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract
+    )
+
+
+CONTAINERS = {
+    "linen": linen_params,
+    "nnx": lambda: nnx.state(nnx_model(linen_params()), nnx.Param),
+    "nnx, pure": lambda: nnx.as_pure(nnx.state(nnx_model(linen_params()), nnx.Param)),
+}
+
+
+@pytest.mark.parametrize("build", CONTAINERS.values(), ids=CONTAINERS.keys())
+@pytest.mark.parametrize("placed", [False, True], ids=["shapes", "shardings"])
+def test_training_goes_on_bit_for_bit(tmp_path, build, placed):
+    tx = symoptax.layerwise(RATE, RULES, weight_decay=0.1, mu_dtype=jnp.bfloat16)
+    params, state = steps(tx, build(), tx.init(build()), range(2))
+    save(tmp_path / "state", state)
+    target = jax.eval_shape(tx.init, params)
+    restored = restore(tmp_path / "state", with_shardings(target) if placed else target)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    chex.assert_trees_all_equal(restored, state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(restored, state)
+    chex.assert_trees_all_equal(
+        steps(tx, params, restored, range(2, 5)), steps(tx, params, state, range(2, 5))
+    )
+
+
+def test_an_nnx_optimizer_goes_on_bit_for_bit(tmp_path):
+    def build():
+        tx = symoptax.layerwise(RATE, RULES)
+        model = nnx_model(linen_params())
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def train(model, optimizer, seeds):
+        for seed in seeds:
+            optimizer.update(model, grads_like(nnx.state(model, nnx.Param), seed))
+
+    model, optimizer = build()
+    train(model, optimizer, range(2))
+    save(tmp_path / "state", nnx.state((model, optimizer)))
+
+    other_model, other = build()
+    abstract = nnx.state(nnx.eval_shape(build))
+    restored = restore(tmp_path / "state", abstract)
+    nnx.update((other_model, other), restored)
+    train(model, optimizer, range(2, 4))
+    train(other_model, other, range(2, 4))
+    chex.assert_trees_all_equal(
+        nnx.as_pure(nnx.state((other_model, other))), nnx.as_pure(nnx.state((model, optimizer)))
+    )
+
+
+SMALL = {"a": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "b": {"kernel": jnp.ones((3, 4))}}
+DENSE = "d out -> out d"
+SMALL_RULES = [
+    ParamRule("a/kernel", "attention", DENSE),
+    ParamRule("b/kernel", "mlp_in", DENSE),
+    ParamRule("**/bias", "other"),
+]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Return where the state of one step with `SMALL_RULES` is saved, and the state."""
+    tx = symoptax.layerwise(RATE, SMALL_RULES)
+    _, state = steps(tx, SMALL, tx.init(SMALL), [0])
+    save(tmp_path / "state", state)
+    return tmp_path / "state", state
+
+
+def test_without_a_target_plain_dictionaries_come_back(saved):
+    # Named tuples are dictionaries of their fields, and None stands for what has no arrays: masked
+    # leaves and empty states. Every momentum is there under the name of its role and its path.
+    path, state = saved
+    raw = restore(path)
+    assert type(raw) is dict
+    assert raw["learning_rate"] == {"count": 1}
+    roles = raw["updates"]["inner_states"]
+    assert set(roles) == {"attention", "mlp_in", "other"}
+    attention = roles["attention"]["inner_state"]
+    assert attention["update"] is None
+    assert attention["momentum"]["mu"]["b"]["kernel"] is None
+    np.testing.assert_array_equal(
+        attention["momentum"]["mu"]["a"]["kernel"],
+        state["updates"].inner_states["attention"].inner_state["momentum"].mu["a"]["kernel"],
+    )
+    assert len(jax.tree.leaves(raw)) == len(jax.tree.leaves(state))
+
+
+def relabelled(role):
+    """Return the rules in which the kernel of `b` has another role."""
+    return [SMALL_RULES[0], ParamRule("b/kernel", role, DENSE), SMALL_RULES[2]]
+
+
+@pytest.mark.parametrize("role", ["mlp_down", "attention"], ids=["new role", "present role"])
+def test_a_changed_label_is_an_error_that_names_the_leaf(saved, role):
+    path, _ = saved
+    tx = symoptax.layerwise(RATE, relabelled(role))
+    with pytest.raises(ValueError, match=rf"'{role}'.*'b', 'kernel'.*not found"):
+        restore(path, jax.eval_shape(tx.init, SMALL))
+
+
+def test_a_new_role_is_an_error_that_names_it_also_with_shardings(saved):
+    path, _ = saved
+    tx = symoptax.layerwise(RATE, relabelled("mlp_down"))
+    with pytest.raises(ValueError, match="mlp_down"):
+        restore(path, with_shardings(jax.eval_shape(tx.init, SMALL)))
+
+
+def test_a_leaf_that_changed_to_a_present_role_comes_back_empty_and_cannot_be_used(tmp_path):
+    # With shardings in the target, Orbax does not miss an array: it fills the place with None, and
+    # drops what was saved elsewhere. The first update refuses such a state.
+    both = {"a": SMALL["a"], "b": SMALL["b"], "c": {"kernel": jnp.ones((3, 4))}}
+    before = [
+        ParamRule("{a,b}/kernel", "attention", DENSE),
+        ParamRule("c/kernel", "mlp_in", DENSE),
+        SMALL_RULES[2],
+    ]
+    after = [
+        ParamRule("a/kernel", "attention", DENSE),
+        ParamRule("{b,c}/kernel", "mlp_in", DENSE),
+        SMALL_RULES[2],
+    ]
+    old, new = symoptax.layerwise(RATE, before), symoptax.layerwise(RATE, after)
+    _, state = steps(old, both, old.init(both), [0])
+    save(tmp_path / "state", state)
+    restored = restore(tmp_path / "state", with_shardings(jax.eval_shape(new.init, both)))
+    mu = restored["updates"].inner_states["mlp_in"].inner_state["momentum"].mu
+    assert mu["b"]["kernel"] is None
+    with pytest.raises(ValueError, match="b/kernel"):
+        new.update(grads_like(both), restored, both)
+
+
+def test_an_added_leaf_is_an_error_that_names_it(saved):
+    path, _ = saved
+    grown = {**SMALL, "c": {"kernel": jnp.ones((3, 4))}}
+    tx = symoptax.layerwise(RATE, [*SMALL_RULES, ParamRule("c/kernel", "attention", DENSE)])
+    with pytest.raises(ValueError, match="'c', 'kernel'"):
+        restore(path, jax.eval_shape(tx.init, grown))
