@@ -3,7 +3,8 @@
     JAX_PLATFORMS=cpu python examples/compare.py --optimizers=adamw,muon,layerwise --steps=100
 
 Every flag of pretrain.py works here too. `--learning_rates=1e-3,3e-3` tries each rate with each
-optimizer, since a rate that suits one says nothing about another. Each run has its own folder in
+optimizer, since a rate that suits one says nothing about another; the table has all runs, the plot
+the best of each optimizer. Each run has its own folder in
 `--out_dir`; called again, finished runs are kept and a stopped one is resumed.
 """
 
@@ -64,8 +65,12 @@ def _finished(config: Config) -> bool:
     return True
 
 
+def _summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
 def _row(folder: Path) -> list[str]:
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    summary = _summary(folder)
     return [
         folder.name,
         f"{summary['train_loss']:.4f}",
@@ -75,6 +80,14 @@ def _row(folder: Path) -> list[str]:
     ]
 
 
+def _best(folders: Sequence[Path]) -> list[Path]:
+    """Return the run with the lowest validation loss of each optimizer."""
+    best: dict[str, Path] = {}
+    for folder in sorted(folders, key=lambda folder: _summary(folder)["val_loss"]):
+        best.setdefault(_summary(folder)["config"]["optimizer"], folder)
+    return [folder for folder in folders if folder in best.values()]
+
+
 def _report(folders: Sequence[Path], out_dir: Path, console: Console) -> None:
     rows = [_row(folder) for folder in folders]
     table = Table(*HEADER, title="Losses in nats per token")
@@ -82,9 +95,8 @@ def _report(folders: Sequence[Path], out_dir: Path, console: Console) -> None:
         table.add_row(*row)
     console.print(table)
     (out_dir / "comparison.md").write_text(markdown_table(HEADER, rows) + "\n")
-    curves = {folder.name: read_metrics(folder / "metrics.jsonl") for folder in folders}
-    baselines = json.loads((folders[0] / "summary.json").read_text())["baselines"]
-    plot_losses(curves, baselines, out_dir / "comparison.png")
+    curves = {folder.name: read_metrics(folder / "metrics.jsonl") for folder in _best(folders)}
+    plot_losses(curves, _summary(folders[0])["baselines"], out_dir / "comparison.png")
     console.print(f"written: {out_dir / 'comparison.md'} and {out_dir / 'comparison.png'}")
 
 

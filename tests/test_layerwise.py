@@ -49,19 +49,19 @@ def test_layerwise_is_a_multi_transform_of_the_named_optimizers(nesterov):
     def times(multiplier):
         return lambda count: multiplier * rate(count)
 
-    def matrices(multiplier=1.0):
-        return symoptax.polar_grad_m(times(multiplier), alpha=0.0, **options)
+    def hybrid(multiplier=1.0, **more):
+        return symoptax.hybrid_polar_grad_m(times(multiplier), alpha=0.0, **more, **options)
 
     by_hand = optax.multi_transform(
         {
-            "embedding": symoptax.row_norm_m(times(3.0), **options),
-            "lm_head": symoptax.row_norm_m(times(0.5), centered=True, **options),
+            "embedding": hybrid(3.0),
+            "lm_head": hybrid(0.5, centered=True),
             "router": symoptax.left_polar_grad_m(rate, alpha=0.0, centered=True, **options),
-            "attention": matrices(),
-            "mlp_in": matrices(2.0),
-            "mlp_down": matrices(),
-            "expert_in": matrices(),
-            "expert_down": matrices(),
+            "attention": symoptax.polar_grad_m(rate, alpha=0.0, **options),
+            "mlp_in": hybrid(2.0),
+            "mlp_down": hybrid(),
+            "expert_in": hybrid(),
+            "expert_down": hybrid(),
             "other": optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0),
         },
         LABELS,

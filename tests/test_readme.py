@@ -3,7 +3,10 @@
 import pathlib
 import re
 
+import chex
 import pytest
+
+import symoptax
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 TEXT = (REPOSITORY / "README.md").read_text()
@@ -18,7 +21,10 @@ def test_python_blocks_run_one_after_the_other(capsys):
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), namespace)
     assert "embed/embedding" in capsys.readouterr().out
-    namespace["tx"].init(namespace["params"])
+    by_hand, params = namespace["tx"], namespace["params"]
+    whole = symoptax.layerwise(4e-3, namespace["RULES"])
+    updates = [tx.update(params, tx.init(params), params)[0] for tx in (by_hand, whole)]
+    chex.assert_trees_all_close(*updates, rtol=1e-5)
 
 
 def test_the_test_command_is_what_ci_runs():

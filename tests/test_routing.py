@@ -293,7 +293,7 @@ def test_biases_and_convolutions_are_no_matrices_unless_a_rule_says_so():
     assert "conv1d/kernel (4, 1, 5)" in str(error.value)
     report = symoptax.routing_report(params, [experts], fallback="adamw")
     assert {row.leaf: row.update for row in report.rows} == {
-        "experts/gate": "polar",
+        "experts/gate": "hybrid",
         "experts/gate_bias": "adamw",
         "conv1d/kernel": "adamw",
     }

@@ -11,7 +11,7 @@ import symoptax
 from pretraining.config import Config, by_role, multipliers
 from pretraining.errors import InputError
 
-LEARNING_RATES = {"layerwise": 4e-3, "muon": 4e-3, "adamw": 3e-3, "optax_muon": 4e-3}
+LEARNING_RATES = {"layerwise": 8e-3, "muon": 8e-3, "adamw": 4e-3, "optax_muon": 8e-3}
 ROUTED = ("layerwise", "muon")
 
 # Muon as commonly run: polar for the hidden matrices, AdamW for both ends.
