@@ -39,7 +39,7 @@ def layerwise(
 ) -> optax.GradientTransformation:
     """Build the optimizer of a whole model over `optax.partition`, one group per role.
 
-    A matrix role does `P <- P - lr c (scale U(M) + weight_decay P)` with its map U, momentum M and
+    A matrix role does `P <- P - lr (c scale U(M) + weight_decay P)` with its map U, momentum M and
     multiplier c; the role "other" is AdamW's. With `scale="rms"` every update has AdamW's
     root-mean-square size, so one AdamW-like learning rate and schedule, counted once, serves all.
 
@@ -78,16 +78,19 @@ def layerwise(
         if recipe.transformation is not None:
             stages = [("update", recipe.transformation)]
         elif recipe.map is None:
-            adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
-            stages = [("adam", adam), ("weight_decay", decay(recipe))]
+            stages = [("adam", optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype))]
         else:
-            views = view_fn(rules, fallback=fallback)
+            own_scale = recipe.map.scale is not None
+            update_map = recipe.map if own_scale else scaled(recipe.map, scale)
             stages = [
                 ("momentum", momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)),
-                ("update", matrixwise(scaled(recipe.map, scale), views)),
-                ("weight_decay", decay(recipe)),
+                ("update", matrixwise(update_map, view_fn(rules, fallback=fallback))),
             ]
-        return optax.named_chain(*stages, ("lr_multiplier", optax.scale(recipe.lr_multiplier)))
+        return optax.named_chain(
+            *stages,
+            ("lr_multiplier", optax.scale(recipe.lr_multiplier)),
+            ("weight_decay", decay(recipe)),
+        )
 
     def decay(recipe: Recipe) -> optax.GradientTransformation:
         coefficient = 0.0 if independent_decay else recipe.weight_decay

@@ -42,7 +42,7 @@ class Config:
     mesh: str = _setting("", "Devices, e.g. fsdp:4,tensor:2; empty uses one.", may_change=True)
     seed: int = _setting(0, "Seed of the parameters and of the order of the data.")
     eval_every: int = _setting(50, "Steps between evaluations.", may_change=True)
-    eval_batches: int = _setting(8, "Most batches per evaluation.", may_change=True)
+    eval_batches: int = _setting(16, "Most batches per evaluation.", may_change=True)
     checkpoint_every: int = _setting(100, "Steps between checkpoints.", may_change=True)
     log_every: int = _setting(10, "Steps between printed lines.", may_change=True)
     resume: bool = _setting(False, "Go on from the last checkpoint of out_dir.", may_change=True)
