@@ -24,7 +24,7 @@ from pretraining.errors import InputError
 from pretraining.job import prepare_job
 from pretraining.progress import read_metrics
 from pretraining.report import markdown_table, plot_losses
-from pretraining.run import run
+from pretraining.run import INTERRUPTED, run
 
 HEADER = ["run", "train loss", "validation loss", "tokens/s", "state / AdamW's"]
 
@@ -45,6 +45,19 @@ def _plan(config: Config, optimizers: Sequence[str], rates: Sequence[str]) -> li
                 )
             )
     return plan
+
+
+def _check(config: Config, optimizers: Sequence[str], rates: Sequence[str]) -> None:
+    """Refuse what pretrain.py takes but a comparison cannot use."""
+    if not optimizers:
+        raise InputError("--optimizers= is empty: name at least one")
+    for name, values in (("optimizers", optimizers), ("learning_rates", rates)):
+        if len(set(values)) < len(values):
+            raise InputError(f"--{name}={','.join(values)}: names one twice")
+    if rates and config.learning_rate is not None:
+        raise InputError("--learning_rate beside --learning_rates: give one of them")
+    if config.stop_at_step:
+        raise InputError(f"--stop_at_step={config.stop_at_step}: a comparison needs finished runs")
 
 
 def _number(text: str | None, default: float | None) -> float | None:
@@ -124,8 +137,11 @@ def main(argv: Sequence[str]) -> int:
     values["out_dir"].default = values["out_dir"].value = "runs/compare"
     try:
         config = parse_flags(values, argv)
+        _check(config, values.optimizers, values.learning_rates)
         plan = _plan(config, values.optimizers, values.learning_rates)
         return compare(plan, Path(config.out_dir), Console())
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except InputError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

@@ -7,16 +7,12 @@ from jaxtyping import Array, Float
 
 from symoptax._map import MatrixMap, Stage
 from symoptax._symmetry import Group, Symmetry
+from symoptax._unit import unit_scale
 
 
 def center_rows(d: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
-    """Subtract the mean row of each matrix: `P D = D - 1 1^T D / m`.
-
-    The matrix is divided by its largest entry first, so that the sum cannot overflow.
-    """
-    largest = jnp.max(jnp.abs(d), axis=(-2, -1), keepdims=True)
-    largest = jnp.where(largest == 0, jnp.ones_like(largest), largest)
-    unit = d / largest
+    """Subtract the mean row of each matrix: `P D = D - 1 1^T D / m`."""
+    unit, largest = unit_scale(d)
     return (unit - jnp.mean(unit, axis=-2, keepdims=True)) * largest
 
 

@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, get_args
 
 from jax.core import Tracer
 
@@ -34,12 +34,26 @@ def injectable(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             handed_back = kwargs.pop("static", {})
             return factory(*args, **kwargs, **handed_back)  # pyright: ignore
 
+        wrapper.__doc__ = (
+            f"{inspect.getdoc(factory)}\n\nKeyword options: {_hidden(factory, names)}."
+        )
         shown = [parameters[name] for name in names]
         static = inspect.Parameter("static", inspect.Parameter.VAR_KEYWORD)
         wrapper.__signature__ = inspect.Signature([*shown, static])  # pyright: ignore
         return wrapper
 
     return decorate
+
+
+def _hidden(factory: Callable[..., Any], names: Sequence[str]) -> str:
+    """List the parameters that the shown signature leaves out, with those of a `**` TypedDict."""
+    hidden: list[str] = []
+    for name, parameter in inspect.signature(factory).parameters.items():
+        if parameter.kind == inspect.Parameter.VAR_KEYWORD:
+            hidden += get_args(parameter.annotation)[0].__annotations__
+        elif name not in names:
+            hidden.append(name)
+    return ", ".join(hidden) or "none"
 
 
 def surely_zero(value: Any) -> bool:

@@ -49,14 +49,18 @@ def layerwise(
       beta: decay rate of the momentum of the matrix roles.
       updates: role -> update, where it differs from the default: the name of a map ("row_norm",
         "centered_hybrid", ...), "adamw", "frozen", a `MatrixMap`, or a transformation without
-        learning rate that brings its own momentum and weight decay (`optax.scale_by_lion()`).
-      lr_multipliers: role -> multiple of the learning rate, where it differs from the default.
+        learning rate that brings its own momentum and weight decay, `optax.scale_by_lion()`. A
+        complete optimizer such as `optax.adamw(1e-3)` has the sign of a step already and would
+        climb; give it a label of its own in `optax.partition`.
+      lr_multipliers: role -> multiple of the learning rate, where it differs from the default:
+        20 for a map on "embedding", else 1.
       weight_decay: decoupled decay of all matrix roles, or role -> decay (also for "other").
       mask: which leaves decay, as in `optax.adamw`.
       cautious: decay only where update and parameter have the same sign.
       independent_decay: take `weight_decay * P` off per step as it is, not times the learning rate.
       nesterov: look one step ahead with the momentum.
-      scale: factor from the shape of a matrix; see `shape_scale`.
+      scale: factor from the shape of a matrix, see `shape_scale`; a `MatrixMap` in `updates` that
+        has a scale of its own keeps it.
       mu_dtype: dtype of the momenta; None keeps the parameter's.
       b1: AdamW's first decay rate, for "other" and wherever `updates` says "adamw".
       b2: its second.
@@ -80,8 +84,7 @@ def layerwise(
         elif recipe.map is None:
             stages = [("adam", optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype))]
         else:
-            own_scale = recipe.map.scale is not None
-            update_map = recipe.map if own_scale else scaled(recipe.map, scale)
+            update_map = scaled(recipe.map, None if recipe.map.scale else scale)
             stages = [
                 ("momentum", momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)),
                 ("update", matrixwise(update_map, view_fn(rules, fallback=fallback))),

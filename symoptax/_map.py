@@ -48,10 +48,20 @@ class MatrixMap:
 def dual_norm_scaled(update_map: MatrixMap, alpha: float | jax.Array) -> MatrixMap:
     """Multiply a map by `nu^alpha`, `nu = <D, U(D)>` for each matrix: 1 is PolarGrad, 0 Muon-like.
 
+    Apply it before `centered`, and to the polar step of a hybrid by `hybrid_map(alpha)`.
+
+    Raises:
+      ValueError: for a map of several stages, whose dual norm is not the one of its polar step.
+
     Source: Lau, Long and Su (2025), arXiv 2505.21799.
     """
     if surely_zero(alpha):
         return update_map
+    if len(update_map.stages) > 1:
+        raise ValueError(
+            f"The map {update_map.name!r} has several stages; scale its polar step instead: "
+            "centered(dual_norm_scaled(map, alpha)), or hybrid_map(alpha)."
+        )
 
     def stage(d: Array) -> Array:
         update = update_map(d)
@@ -65,7 +75,12 @@ def scaled(update_map: MatrixMap, rule: ScaleRule | None) -> MatrixMap:
     """Multiply a map by a factor that depends on (m, n) alone; None leaves it as it is.
 
     See `symoptax.shape_scale` for the rules "rms", "spectral" and "moonlight".
+
+    Raises:
+      ValueError: as `shape_scale`, and for a map that has a scale already.
     """
     if rule is None:
         return update_map
+    if update_map.scale is not None:
+        raise ValueError(f"The map {update_map.name!r} has a scale already; pass scale=None.")
     return dataclasses.replace(update_map, scale=shape_scale(rule, update_map.rms))

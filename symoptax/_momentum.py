@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from symoptax._hyperparams import surely_zero
 from symoptax._paths import named_leaves
 
 
@@ -23,16 +24,29 @@ def momentum(
     With `nesterov`, pass on `beta M + (1 - beta) G` with the new M, one step ahead.
 
     Args:
-      beta: decay rate, in [0, 1).
+      beta: decay rate, in [0, 1); the number 0 passes gradients on and keeps no state.
       nesterov: whether to look one step ahead.
       mu_dtype: dtype of the state; None keeps the parameter's. Sums are made in the wider of the
-        state's and the gradient's dtype, at least float32, and rounded once.
+        state's and the gradient's dtype, at least float32, and rounded once. Not float16, in which
+        a decaying average gets stuck above zero.
+
+    Returns:
+      A transformation whose updates have the dtype of the gradients.
 
     Raises:
-      ValueError: in `update`, for a leaf whose momentum is None; see the message.
+      ValueError: for a beta outside [0, 1) or a state in float16; in `update`, for a leaf whose
+        momentum is None; see the message.
 
     Source: Lau and Su (2026), arXiv 2605.18106.
     """
+    if isinstance(beta, int | float) and not 0 <= beta < 1:
+        raise ValueError(
+            f"beta={beta}: a moving average needs a decay rate of at least 0, below 1."
+        )
+    if mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.float16:
+        raise ValueError("mu_dtype=float16 stops decaying near 6e-7; use bfloat16 or float32.")
+    if surely_zero(beta):
+        return optax.identity()
 
     def init(params: optax.Params) -> MomentumState:
         return MomentumState(optax.tree.zeros_like(params, dtype=mu_dtype))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symoptax._coefficients import DEFAULT_TABLE, Row, coefficient_rows
+from symoptax._unit import nonzero, unit_scale
 
 Side = Literal["left", "right", "auto"]
 Method = Literal["auto", "direct", "gram", "svd"]
@@ -66,7 +67,7 @@ def polar_factor(
     if d.ndim < 2 or not jnp.issubdtype(d.dtype, jnp.floating):
         raise ValueError(f"Need real floating matrices [..., m, n], got {d.dtype}{list(d.shape)}.")
     rows = coefficient_rows(coefficients, steps)
-    x = _unit_scale(d.astype(jnp.promote_types(d.dtype, jnp.float32)))
+    x, _ = unit_scale(d.astype(jnp.promote_types(d.dtype, jnp.float32)))
     m, n = d.shape[-2:]
     if method == "svd":
         return _svd_polar(x).astype(d.dtype)
@@ -98,17 +99,8 @@ def cheaper_method(k: int, length: int, rows: Sequence[Row]) -> Literal["direct"
     return "direct" if direct <= gram else "gram"
 
 
-def _nonzero(norm: Array) -> Array:
-    return jnp.where(norm == 0, jnp.ones_like(norm), norm)
-
-
 def _frobenius(x: Array) -> Array:
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-
-
-def _unit_scale(x: Array) -> Array:
-    """Divide each matrix by its largest entry: squaring then neither underflows nor overflows."""
-    return x / _nonzero(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
 
 
 def _matmul(a: Array, b: Array) -> Array:
@@ -126,7 +118,7 @@ def _normalised(x: Array) -> tuple[Array, Array]:
     step needs the Gram matrix anyway, and is tighter than the Frobenius norm.
     """
     gram = _gram_of(x)
-    norm = _nonzero(jnp.sqrt(_frobenius(gram)))
+    norm = nonzero(jnp.sqrt(_frobenius(gram)))
     return x / norm, gram / jnp.square(norm)
 
 

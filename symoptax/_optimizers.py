@@ -3,9 +3,11 @@
     M <- beta M + (1 - beta) G            momentum, no bias correction
     P <- P - lr (U(M) + weight_decay P)   U from the paper whose name the optimizer bears
 
-All take `learning_rate` (a number or a schedule), `beta`, `alpha` where the dual norm has a part,
-`weight_decay`, and the keyword options of `OptimizerOptions`. The state is one momentum per matrix
-and, for schedules, one counter.
+All take `learning_rate` (a number or a schedule), `beta` and `weight_decay`; by keyword `alpha`,
+the power of the dual norm in U (1, the papers' default, makes the update grow with the gradient; 0
+does not), and the options of `matrix_optimizer`. The state is one momentum per matrix and, for
+schedules, one counter. By default the rows of a matrix are its second-to-last axis as stored: right
+for an embedding `(vocab, d)`; for a Flax head or router pass `view="d vocab -> vocab d"`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ import optax
 from symoptax._centering import centered as centered_map
 from symoptax._coefficients import Row
 from symoptax._hybrid import Order, hybrid_map
-from symoptax._hyperparams import injectable, surely_zero
+from symoptax._hyperparams import injectable, surely_nonzero
 from symoptax._map import MatrixMap, dual_norm_scaled, scaled
 from symoptax._matrixwise import ViewOrFn, matrixwise
 from symoptax._momentum import momentum
@@ -87,10 +89,9 @@ def matrix_optimizer(
       A named chain: the state is a dictionary with the keys momentum, update, weight_decay,
       learning_rate and independent_decay.
     """
-    average = momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)
     early, late = (0.0, weight_decay) if independent_decay else (weight_decay, 0.0)
     return optax.named_chain(
-        ("momentum", optax.identity() if surely_zero(beta) else average),
+        ("momentum", momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)),
         ("update", matrixwise(scaled(update_map, scale), view)),
         ("weight_decay", add_weight_decay(early, mask, cautious=cautious)),
         ("learning_rate", optax.scale_by_learning_rate(learning_rate)),
@@ -121,13 +122,13 @@ def row_norm_m(
     )
 
 
-@injectable("learning_rate", "beta", "alpha", "weight_decay")
+@injectable("learning_rate", "beta", "weight_decay", "alpha")
 def right_polar_grad_m(
     learning_rate: LearningRate,
     beta: Scalar = 0.95,
-    alpha: Scalar = 1.0,
     weight_decay: Scalar = 0.0,
     *,
+    alpha: Scalar = 1.0,
     centered: bool = False,
     **options: Unpack[PolarOptimizerOptions],
 ) -> optax.GradientTransformation:
@@ -141,13 +142,13 @@ def right_polar_grad_m(
     return matrix_optimizer(learning_rate, beta, weight_decay, update_map=update_map, **rest)
 
 
-@injectable("learning_rate", "beta", "alpha", "weight_decay")
+@injectable("learning_rate", "beta", "weight_decay", "alpha")
 def left_polar_grad_m(
     learning_rate: LearningRate,
     beta: Scalar = 0.95,
-    alpha: Scalar = 1.0,
     weight_decay: Scalar = 0.0,
     *,
+    alpha: Scalar = 1.0,
     centered: bool = False,
     **options: Unpack[PolarOptimizerOptions],
 ) -> optax.GradientTransformation:
@@ -161,13 +162,13 @@ def left_polar_grad_m(
     return matrix_optimizer(learning_rate, beta, weight_decay, update_map=update_map, **rest)
 
 
-@injectable("learning_rate", "beta", "alpha", "weight_decay")
+@injectable("learning_rate", "beta", "weight_decay", "alpha")
 def hybrid_polar_grad_m(
     learning_rate: LearningRate,
     beta: Scalar = 0.95,
-    alpha: Scalar = 1.0,
     weight_decay: Scalar = 0.0,
     *,
+    alpha: Scalar = 1.0,
     centered: bool = False,
     order: Order = "row_then_polar",
     side: Literal["left", "right"] = "right",
@@ -184,12 +185,13 @@ def hybrid_polar_grad_m(
     return matrix_optimizer(learning_rate, beta, weight_decay, update_map=update_map, **rest)
 
 
-@injectable("learning_rate", "beta", "alpha", "weight_decay")
+@injectable("learning_rate", "beta", "weight_decay", "alpha")
 def polar_grad_m(
     learning_rate: LearningRate,
     beta: Scalar = 0.95,
-    alpha: Scalar = 1.0,
     weight_decay: Scalar = 0.0,
+    *,
+    alpha: Scalar = 1.0,
     **options: Unpack[PolarOptimizerOptions],
 ) -> optax.GradientTransformation:
     """PolarGradM: `nu^alpha U V^T` with the nuclear norm nu; for ordinary matrices.
@@ -208,12 +210,14 @@ def muon(
     weight_decay: Scalar = 0.0,
     **options: Unpack[PolarOptimizerOptions],
 ) -> optax.GradientTransformation:
-    """Muon: the polar factor of Nesterov momentum, scaled by shape; for dense kernels.
+    """Build Muon: the polar factor of Nesterov momentum, scaled by shape; for dense kernels.
 
     The scale needs to know fan in and fan out, so the default view is a Flax kernel's,
     `"... input output -> ... output input"`. By default `scale="spectral"`, `sqrt(max(1, fan_out /
     fan_in))` (Keller Jordan, 2024); `scale="moonlight"` is `0.2 sqrt(max(fan_out, fan_in))` (Liu et
     al., arXiv 2502.16982). Commutes with O(rows) x O(cols).
+
+    Departure: five Polar Express steps; `coefficients="muon_quintic"` is Jordan's polynomial.
     """
     numerics, rest = _split(options, nesterov=True, scale="spectral", view=FLAX_KERNEL)
     return matrix_optimizer(
@@ -221,20 +225,22 @@ def muon(
     )
 
 
-@injectable("learning_rate", "beta", "radius")
+@injectable("learning_rate", "beta", "weight_decay", "radius")
 def scion(
     learning_rate: LearningRate,
     beta: Scalar = 0.9,
-    radius: Scalar = 1.0,
+    weight_decay: Scalar = 0.0,
     *,
+    radius: Scalar = 1.0,
     norm: Literal["spectral", "embedding", "row", "sign"] = "spectral",
     constrained: bool = False,
     **options: Unpack[PolarOptimizerOptions],
 ) -> optax.GradientTransformation:
-    """Scion: a step to the minimiser of the linearised loss over a norm ball of the given radius.
+    """Build Scion: a step to the minimiser of the linearised loss over a norm ball.
 
-    Unconstrained: `P <- P - lr radius U(M)`. Constrained (Frank-Wolfe): `P <- (1 - lr) P - lr
-    radius U(M)`, which keeps P in the ball if it starts there. With m = fan out, n = fan in, U is
+    Unconstrained: `P <- P - lr (radius U(M) + weight_decay P)`. Constrained (Frank-Wolfe):
+    `P <- (1 - lr) P - lr radius U(M)`, which keeps P in the ball if it starts there. With m = fan
+    out and n = fan in, U is
 
     - "spectral": `sqrt(m / n) U V^T`, for hidden layers;
     - "embedding": rows of root-mean-square size 1, for embeddings `(vocab, d)`;
@@ -244,7 +250,8 @@ def scion(
     "embedding". The paper uses radius 50 for hidden layers and 3000 for the last.
 
     Raises:
-      ValueError: unknown norm.
+      ValueError: unknown norm, `scale` (the norm has its own), or any option about weight decay
+        beside `constrained`, which is a decay already.
 
     Source: Pethick et al. (2025), "Training deep learning models with norm-constrained LMOs",
     arXiv 2502.07529.
@@ -259,10 +266,22 @@ def scion(
     }
     if norm not in balls:
         raise ValueError(f"norm={norm!r} is unknown; choose from {sorted(balls)}.")
+    if "scale" in rest:
+        raise ValueError("scale does not apply: the norm fixes the size; change radius instead.")
+    decays = rest.keys() & {"mask", "cautious", "independent_decay"}
+    if constrained and (decays or surely_nonzero(weight_decay)):
+        raise ValueError(
+            "constrained=True shrinks P by the learning rate itself; drop weight_decay, mask, "
+            "cautious and independent_decay."
+        )
     update_map, factor = balls[norm]
-    rest.setdefault("scale", lambda m, n: radius * factor(m, n))
-    decay = 1.0 if constrained else 0.0
-    return matrix_optimizer(learning_rate, beta, decay, update_map=update_map, **rest)
+    return matrix_optimizer(
+        learning_rate,
+        beta,
+        1.0 if constrained else weight_decay,
+        update_map=scaled(update_map, lambda m, n: radius * factor(m, n)),
+        **rest,
+    )
 
 
 @injectable("learning_rate", "weight_decay")

@@ -81,6 +81,8 @@ def recipes(
     multipliers = _by_role("lr_multipliers", lr_multipliers or {})
     if isinstance(weight_decay, Mapping):
         decays = _by_role("weight_decay", weight_decay)
+        if own := [str(r) for r in decays if isinstance(chosen[r], optax.GradientTransformation)]:
+            raise ValueError(f"weight_decay for {own}: their transformations bring their own.")
     else:
         decays = {role: weight_decay for role in Role if role != Role.OTHER}
     result = {}

@@ -19,7 +19,7 @@ _HEADER = ("leaf", "shape", "role", "view", "symmetry", "update", "scale", "lr x
 
 @dataclasses.dataclass(frozen=True)
 class ReportRow:
-    """One leaf: `matrices` in print as "m x n x batch", `scale` and `state_bytes` as numbers."""
+    """One leaf; `matrices` reads "m x n x batch", and stacks of a fused leaf are joined by +."""
 
     leaf: str
     shape: tuple[int, ...]
@@ -70,11 +70,11 @@ def routing_report(
     fallback: Fallback = None,
     strict: bool = True,
 ) -> RoutingReport:
-    """Describe what `layerwise` with the same arguments does to each leaf, before any step.
+    """Describe what `layerwise` does to each leaf, before any step.
 
     Args:
       params: the parameter tree, or its shapes from `jax.eval_shape`.
-      rules: as in `layerwise`, like all that follow.
+      rules: as in `layerwise`, like all that follow; its other arguments do not matter here.
       updates: role -> update.
       lr_multipliers: role -> multiple of the learning rate.
       scale: factor from the shape of a matrix.
@@ -113,7 +113,7 @@ def _row(leaf: RoutedLeaf, recipe: Recipe, scale: ScaleRule | None, mu_dtype: An
 def _scale(recipe: Recipe, stacks: Sequence[tuple[int, ...]], rule: ScaleRule | None) -> str:
     if recipe.map is None:
         return ""
-    factor = scaled(recipe.map, rule).scale or (lambda m, n: 1.0)
+    factor = scaled(recipe.map, None if recipe.map.scale else rule).scale or (lambda m, n: 1.0)
     return " + ".join(dict.fromkeys(f"{factor(*stack[-2:]):.3g}" for stack in stacks))
 
 

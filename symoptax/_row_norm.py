@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from symoptax._map import MatrixMap
 from symoptax._symmetry import Group, Symmetry
+from symoptax._unit import nonzero, unit_scale
 
 
 def row_norm_map() -> MatrixMap:
@@ -56,7 +57,5 @@ def sign_map() -> MatrixMap:
 
 def normalize_rows(d: Float[Array, "*batch m n"], axis: int = -1) -> Float[Array, "*batch m n"]:
     """Divide the vectors along `axis` by their norms; zero vectors stay zero."""
-    largest = jnp.max(jnp.abs(d), axis=axis, keepdims=True)
-    unit = d / jnp.where(largest == 0, jnp.ones_like(largest), largest)
-    norm = jnp.sqrt(jnp.sum(jnp.square(unit), axis=axis, keepdims=True))
-    return unit / jnp.where(norm == 0, jnp.ones_like(norm), norm)
+    unit, _ = unit_scale(d, axis)
+    return unit / nonzero(jnp.sqrt(jnp.sum(jnp.square(unit), axis=axis, keepdims=True)))

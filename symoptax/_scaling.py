@@ -7,6 +7,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from symoptax._unit import unit_scale
+
 ShapeScale = Callable[[int, int], float | Array]
 ScaleRule = Literal["rms", "spectral", "moonlight"] | ShapeScale
 
@@ -24,8 +26,7 @@ def dual_norm_power(
     For the polar factor nu is the nuclear norm of D. D is divided by its largest entry first and
     multiplied back under the power, so nothing overflows that the result does not overflow.
     """
-    largest = jnp.max(jnp.abs(d), axis=(-2, -1), keepdims=True)
-    unit = d / jnp.where(largest == 0, jnp.ones_like(largest), largest)
+    unit, largest = unit_scale(d)
     nu = jnp.sum(unit * update, axis=(-2, -1), keepdims=True)
     # <D, U> is non-negative for every map; rounding may leave -0 or a small negative number.
     return jnp.power(largest, alpha) * jnp.power(jnp.maximum(nu, 0), alpha)

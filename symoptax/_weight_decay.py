@@ -15,7 +15,10 @@ Mask = Any | Callable[[optax.Params], Any] | None
 def add_weight_decay(
     weight_decay: float | jax.Array, mask: Mask = None, *, cautious: bool = False
 ) -> optax.GradientTransformation:
-    """Add `weight_decay * P` to the updates, before or after the learning rate (then negated).
+    """Add `weight_decay * P` to the updates: decoupled weight decay.
+
+    Stands before the learning rate; after it, for a decay that does not follow the schedule, pass
+    the negative coefficient.
 
     Args:
       weight_decay: the coefficient; a known zero gives `optax.identity()`.

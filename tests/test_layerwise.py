@@ -44,20 +44,24 @@ def changed_roles(one, other):
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_layerwise_is_a_multi_transform_of_the_named_optimizers(nesterov):
     rate = optax.linear_schedule(0.1, 0.0, 8)
-    options = {"view": VIEW, "scale": "rms", "nesterov": nesterov, "weight_decay": 0.1}
+    options = {"view": VIEW, "scale": "rms", "nesterov": nesterov}
 
     def times(multiplier):
         return lambda count: multiplier * rate(count)
 
     def hybrid(multiplier=1.0, **more):
-        return symoptax.hybrid_polar_grad_m(times(multiplier), alpha=0.0, **more, **options)
+        # The multiplier of a role does not multiply its decay.
+        more |= {"weight_decay": 0.1 / multiplier, "alpha": 0.0}
+        return symoptax.hybrid_polar_grad_m(times(multiplier), **more, **options)
 
     by_hand = optax.multi_transform(
         {
             "embedding": hybrid(3.0),
             "lm_head": hybrid(0.5, centered=True),
-            "router": symoptax.left_polar_grad_m(rate, alpha=0.0, centered=True, **options),
-            "attention": symoptax.polar_grad_m(rate, alpha=0.0, **options),
+            "router": symoptax.left_polar_grad_m(
+                rate, weight_decay=0.1, alpha=0.0, centered=True, **options
+            ),
+            "attention": symoptax.polar_grad_m(rate, weight_decay=0.1, alpha=0.0, **options),
             "mlp_in": hybrid(2.0),
             "mlp_down": hybrid(),
             "expert_in": hybrid(),
@@ -215,7 +219,7 @@ def test_one_schedule_is_counted_once():
     assert state["learning_rate"].count == 1
 
 
-def test_clipping_the_global_norm_before_the_stack_does_not_change_its_updates():
+def test_clipping_before_the_stack_does_not_change_the_first_update():
     params = linen_params()
     grads = grads_like(params)
     grads["params"]["embed"]["embedding"] *= 1e11

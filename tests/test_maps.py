@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -15,14 +14,6 @@ import symoptax
 # of the first seven rows multiply to 3000, the five Taylor steps converge quadratically or better.
 STEPS = {"steps": 12}
 DIRECT, GRAM, SVD = STEPS | {"method": "direct"}, STEPS | {"method": "gram"}, {"method": "svd"}
-
-
-@pytest.fixture
-def untyped():
-    """Let wrong values past the type checker, as in a user's program."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def _graded(build):

@@ -3,7 +3,6 @@
 import itertools
 
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -13,14 +12,6 @@ from symoptax._coefficients import coefficient_rows
 from symoptax._newton_schulz import cheaper_method
 
 DEFAULT = "polar_express_l1e-3_s1.01"
-
-
-@pytest.fixture
-def untyped():
-    """Let wrong values past the type checker, as in a user's program."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def schatten_4(s):

@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -24,7 +25,9 @@ class Config:
     cache_dir: str = _setting("~/.cache/symoptax", "Where tokenised text is kept.", may_change=True)
     out_dir: str = _setting("runs/pretrain", "The run folder, new or resumed.", may_change=True)
     preset: str = _setting("small", "Size of the model: tiny or small.")
-    vocab_size: int = _setting(0, "Entries of the vocabulary; 0: as many as the preset has.")
+    vocab_size: int = _setting(
+        0, "Entries of the vocabulary, that of .bin shards; 0: the preset's."
+    )
     tied: bool = _setting(False, "Use the embedding as the LM head too.")
     seq_len: int = _setting(256, "Tokens that the model reads per sequence.")
     batch_size: int = _setting(8, "Sequences per optimizer step.")
@@ -89,6 +92,7 @@ def parse_flags(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     config = from_json(
         {field.name: values[field.name].value for field in dataclasses.fields(Config)}
     )
+    config = dataclasses.replace(config, out_dir=str(Path(config.out_dir).expanduser()))
     validate(config)
     return config
 
@@ -142,6 +146,8 @@ def _at_least(config: Config, low: float, names: str) -> None:
 
 def validate(config: Config) -> None:
     """Raise `InputError` for what can be seen to be wrong from the settings alone."""
+    if config.data == "":
+        raise InputError("--data= is empty: give a path, or leave the flag out")
     _at_least(config, 1, "seq_len batch_size accumulate steps eval_every eval_batches")
     _at_least(config, 1, "checkpoint_every log_every")
     _at_least(config, 0, "vocab_size weight_decay warmup_steps clip_norm seed stop_at_step")

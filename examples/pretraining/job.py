@@ -71,7 +71,7 @@ def prepare_job(config: Config) -> Job:
     mesh, model = make_mesh(config.mesh), _model_config(config)
     rules = rules_for(model)
     tx = make_optimizer(config, rules)
-    batch_sharding(mesh, config.batch_size // config.accumulate)
+    batch_sharding(mesh, config.batch_size // config.accumulate)  # raises where it does not fit
     resume_step = find_resume_step(config)
     dataset = prepare(config.data, vocab_size=model.vocab_size, cache_dir=config.cache_dir)
     model = dataclasses.replace(model, vocab_size=dataset.vocab_size)
@@ -82,5 +82,6 @@ def prepare_job(config: Config) -> Job:
         seq_len=config.seq_len,
         seed=config.seed,
     )
+    # Raises where there is too little validation text for one batch.
     validation_batches(dataset.val_shards, config.batch_size, config.seq_len, 1)
     return Job(config, dataset, mesh, model, tx, rules, graphdef, target, loader, resume_step)

@@ -64,7 +64,8 @@ def _routed(
             schedule, rules, weight_decay=config.weight_decay, strict=config.strict, **options
         )
     except ValueError as error:
-        raise InputError(f"--optimizer={config.optimizer}: {error}") from error
+        mend = str(error).replace("strict=False", "--nostrict")
+        raise InputError(f"--optimizer={config.optimizer}: {mend}") from error
 
 
 def _hidden_matrices(params: optax.Params) -> optax.Params:

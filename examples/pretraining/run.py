@@ -128,7 +128,10 @@ def _routing(job: Job) -> str:
     if job.config.optimizer not in ROUTED:
         return f"{job.config.optimizer}: not routed by role"
     options = routing_options(job.config, job.rules)
-    return str(symoptax.routing_report(job.target.params, job.rules, **options))
+    report = symoptax.routing_report(
+        job.target.params, job.rules, strict=job.config.strict, **options
+    )
+    return str(report)
 
 
 def _finish(job: Job) -> str:

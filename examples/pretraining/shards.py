@@ -101,6 +101,8 @@ def write_shard(
 def check_vocabulary(shard: Shard, vocab_size: int) -> None:
     """Check that every token id of a shard is below `vocab_size`, a block at a time.
 
+    Reads the whole shard, unless the vocabulary holds all that its dtype can.
+
     Raises:
         InputError: A token id is beyond the vocabulary.
     """
@@ -113,7 +115,7 @@ def check_vocabulary(shard: Shard, vocab_size: int) -> None:
         position = int(np.argmax(block >= vocab_size))
         raise InputError(
             f"{shard.path}: token id {block[position]} at position {start + position} is beyond "
-            f"the vocabulary of {vocab_size}; give the vocabulary size the shard was written with"
+            f"the vocabulary of {vocab_size}; give --vocab_size as the shard was written with"
         )
 
 

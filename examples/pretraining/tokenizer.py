@@ -45,7 +45,7 @@ def load_or_train(documents: Documents, vocab_size: int, cache_dir: Path) -> Tok
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise InputError(
-            f"vocabulary size {vocab_size}: a byte-level vocabulary needs at least "
+            f"--vocab_size={vocab_size}: a byte-level vocabulary needs at least "
             f"{SMALLEST_VOCABULARY}; give a larger one"
         )
     path = cache_dir / f"tokenizer-{fingerprint(documents, vocab_size)}.json"

@@ -520,7 +520,7 @@ def test_bad_data_is_one_clear_line(tmp_path: Path, case: str) -> None:
 
 
 def test_small_vocabulary_and_bad_cache_folder(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"vocabulary size 256: .* at least 257"):
+    with pytest.raises(InputError, match=r"vocab_size=256: .* at least 257"):
         prepare(str(folder), vocab_size=256, cache_dir=tmp_path / "cache")
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="file: cannot prepare the data"):

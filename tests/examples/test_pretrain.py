@@ -176,7 +176,7 @@ BAD_INPUT = {
     "update twice": (["--update=mlp_in:polar", "--update=mlp_in:adamw"], "once"),
     "update name": (["--update=embedding:rownorm"], "rownorm"),
     "role name": (["--update=embeding:row_norm"], "embeding"),
-    "wrong symmetry": (["--update=attention:row_norm"], "attention"),
+    "wrong symmetry": (["--update=attention:row_norm"], "--nostrict"),
     "idle role": (["--update=router:centered_row_norm"], "router; its roles are attention"),
     "negative multiplier": (["--lr_multiplier=embedding:-1"], "embedding:-1"),
     "multiplier": (["--lr_multiplier=embedding:ten"], "number"),
@@ -187,6 +187,7 @@ BAD_INPUT = {
     "mesh size": (["--mesh=fsdp:4096"], "4096 devices"),
     "batch over mesh": (["--mesh=fsdp:2", "--batch_size=3"], "fsdp:2"),
     "data": (["--data=/no/such/folder"], "/no/such/folder"),
+    "empty data": (["--data="], "leave the flag out"),
     "too little data": (["--seq_len=100000"], "too little"),
     "nothing to resume": (["--resume"], "without --resume"),
 }
@@ -264,7 +265,30 @@ def test_compare_runs_once_and_skips_what_is_finished(data_flags, tmp_path, caps
     assert "seed (was 0, now 3)" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+COMPARE_INPUT = {
+    "no optimizer": (["--optimizers="], "at least one"),
+    "twice": (["--optimizers=adamw,adamw"], "one twice"),
+    "two rates": (["--learning_rates=1e-3", "--learning_rate=1e-3"], "one of them"),
+    "unfinished": (["--stop_at_step=2"], "finished runs"),
+    "no number": (["--learning_rates=fast"], "'fast'"),
+}
+
+
+@pytest.mark.parametrize(("flags", "named"), COMPARE_INPUT.values(), ids=COMPARE_INPUT)
+def test_compare_refuses_what_it_cannot_use(tmp_path, capsys, flags, named):
+    assert compare.main(["compare", f"--out_dir={tmp_path / 'runs'}", *flags]) == 2
+    message = capsys.readouterr().err
+    assert named in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_update_that_breaks_a_symmetry_runs_when_asked(run, tmp_path):
+    flags = ["--nostrict", "--update=lm_head:row_norm"]
+    assert run(tmp_path / "run", *flags) == 0
+    assert "row_norm" in (tmp_path / "run" / "report.md").read_text()
+
+
 def test_sigterm_saves_and_the_run_can_go_on(run, data_flags, tmp_path):
     flags = [f"--out_dir={tmp_path / 'run'}", *data_flags, *SMALL, "--steps=5000"]
     command = [sys.executable, str(SCRIPT), *flags]
