@@ -176,11 +176,12 @@ def test_two_accumulated_halves_are_one_step(name):
 
 def injectable_options(case):
     """Return the options that `inject_hyperparams` would take for schedules or for numbers."""
-    options = {"mask": lambda params: jax.tree.map(lambda p: p.ndim == 2, params)}
+    options = {}
+    if not case.options.get("constrained"):
+        options["mask"] = lambda params: jax.tree.map(lambda p: p.ndim == 2, params)
+        options["weight_decay"] = 0.1
     if case.factory is symoptax.layerwise:
         return options | {"weight_decay": {"attention": 0.1}}
-    if case.factory is not symoptax.scion:
-        options["weight_decay"] = 0.1
     if case.factory not in (symoptax.row_norm_m, symoptax.matrix_optimizer):
         options["steps"] = 8
     return options
