@@ -11,7 +11,7 @@ import symoptax
 from pretraining.config import Config, by_role, multipliers
 from pretraining.errors import InputError
 
-# The best of 4e-3, 8e-3 and 1.6e-2 (AdamW: 2e-3, 4e-3 and 8e-3) on the default run; the last untuned.
+# The best on the default run of 4e-3, 8e-3 and 1.6e-2 (AdamW: 2e-3, 4e-3, 8e-3); the last untuned.
 LEARNING_RATES = {"layerwise": 8e-3, "muon": 1.6e-2, "adamw": 4e-3, "optax_muon": 1.6e-2}
 ROUTED = ("layerwise", "muon")
 
