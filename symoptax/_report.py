@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from symoptax._map import scaled
 from symoptax._paths import matches
 from symoptax._recipes import Recipe, Update, recipes
-from symoptax._routing import Fallback, ParamRule, RoutedLeaf, route
+from symoptax._routing import Fallback, ParamRule, Role, RoutedLeaf, Routing, route
 from symoptax._scaling import ScaleRule
 
 _HEADER = ("leaf", "shape", "role", "view", "symmetry", "update", "scale", "lr x", "state")
@@ -87,14 +88,17 @@ def routing_report(
     """
     routing = route(params, rules, fallback=fallback)
     by_role = recipes(updates, lr_multipliers, 0.0, strict=strict)
-    rows = [_row(leaf, by_role[leaf.role], scale, mu_dtype) for leaf in routing.leaves]
+    rows = [
+        _row(leaf, by_role[leaf.role], scale, _recipe_bytes(routing, index, by_role, mu_dtype))
+        for index, leaf in enumerate(routing.leaves)
+    ]
     names = [leaf.path for leaf in routing.leaves]
     unused = [r.pattern for r in rules if not any(matches(r.pattern, name) for name in names)]
     adamw = sum(2 * _state_bytes(leaf, None) for leaf in routing.leaves)
     return RoutingReport(tuple(rows), adamw, tuple(unused))
 
 
-def _row(leaf: RoutedLeaf, recipe: Recipe, scale: ScaleRule | None, mu_dtype: Any) -> ReportRow:
+def _row(leaf: RoutedLeaf, recipe: Recipe, scale: ScaleRule | None, state_bytes: int) -> ReportRow:
     symmetry, view = leaf.role.symmetry, leaf.view
     stacks = leaf.matrices()
     return ReportRow(
@@ -106,7 +110,7 @@ def _row(leaf: RoutedLeaf, recipe: Recipe, scale: ScaleRule | None, mu_dtype: An
         update=recipe.name,
         scale=_scale(recipe, stacks, scale),
         lr_multiplier=recipe.lr_multiplier,
-        state_bytes=_recipe_bytes(leaf, recipe, mu_dtype),
+        state_bytes=state_bytes,
     )
 
 
@@ -117,12 +121,19 @@ def _scale(recipe: Recipe, stacks: Sequence[tuple[int, ...]], rule: ScaleRule | 
     return " + ".join(dict.fromkeys(f"{factor(*stack[-2:]):.3g}" for stack in stacks))
 
 
-def _recipe_bytes(leaf: RoutedLeaf, recipe: Recipe, mu_dtype: Any) -> int:
+def _recipe_bytes(
+    routing: Routing, index: int, by_role: Mapping[Role, Recipe], mu_dtype: Any
+) -> int:
+    """Return the bytes of state of one leaf."""
+    leaf = routing.leaves[index]
+    recipe = by_role[leaf.role]
     if recipe.name == "frozen":
         return 0
     if recipe.transformation is not None:
-        abstract = jax.ShapeDtypeStruct(leaf.shape or (), leaf.dtype)
-        state = jax.eval_shape(recipe.transformation.init, abstract)
+        # The leaf in its tree, as a partition shows it, since a view may depend on the path.
+        alone: list[Any] = [optax.MaskedNode()] * len(routing.leaves)
+        alone[index] = jax.ShapeDtypeStruct(leaf.shape or (), leaf.dtype)
+        state = jax.eval_shape(recipe.transformation.init, routing.structure.unflatten(alone))
         arrays = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
         return sum(x.size * x.dtype.itemsize for x in arrays)
     if recipe.map is not None:

@@ -88,3 +88,14 @@ def test_the_dual_norm_belongs_to_a_single_step():
 def test_help_lists_what_the_signature_leaves_out():
     assert "steps, method, coefficients" in symoptax.right_polar_grad_m.__doc__
     assert "update_map, nesterov" in symoptax.matrix_optimizer.__doc__
+
+
+def test_the_report_shows_a_transformation_its_leaf_in_its_tree():
+    params = {"a": {"kernel": jnp.ones((4, 8))}, "b": jnp.ones(3)}
+    rules = [
+        symoptax.ParamRule("a/kernel", "attention", "d out -> out d"),
+        symoptax.ParamRule("b", "other"),
+    ]
+    own = optax.chain(symoptax.momentum(0.9), symoptax.polar(view=symoptax.view_fn(rules)))
+    report = symoptax.routing_report(params, rules, updates={"attention": own})
+    assert [row.state_bytes for row in report.rows] == [4 * 32, 2 * 4 * 3]
