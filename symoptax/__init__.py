@@ -49,5 +49,8 @@ from symoptax._scaling import shape_scale
 
 # The mathematics underneath.
 from symoptax._coefficients import TABLES
-from symoptax._newton_schulz import polar_factor
+from symoptax._cost import Cost, cost
+from symoptax._minimax import minimax_table
+from symoptax._newton_schulz import inverse_sqrt, polar_factor
+from symoptax._numerics import BFLOAT16, BFLOAT16_X3, FLOAT32, Numerics
 from symoptax._symmetry import Group, GroupElement, Symmetry, equivariance_error, random_element

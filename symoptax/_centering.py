@@ -10,10 +10,20 @@ from symoptax._symmetry import Group, Symmetry
 from symoptax._unit import unit_scale
 
 
+# In units of the rounding error of the largest entry.
+_RESOLUTION = 8.0
+
+
 def center_rows(d: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
-    """Subtract the mean row of each matrix: `P D = D - 1 1^T D / m`."""
+    """Subtract the mean row of each matrix: `P D = D - 1 1^T D / m`.
+
+    Rows that are equal up to rounding give zero, lest a map that follows normalises the rounding.
+    """
+    resolution = _RESOLUTION * float(jnp.finfo(d.dtype).eps)
     unit, largest = unit_scale(d)
-    return (unit - jnp.mean(unit, axis=-2, keepdims=True)) * largest
+    centered = unit - jnp.mean(unit, axis=-2, keepdims=True)
+    resolved = jnp.max(jnp.abs(centered), axis=(-2, -1), keepdims=True) > resolution
+    return jnp.where(resolved, centered, 0) * largest
 
 
 def center_map() -> MatrixMap:

@@ -30,7 +30,7 @@ def hybrid_map(
         "polar_then_row" with unit rows.
       side: which Gram matrix the polar step forms: "right" for vocabularies and neurons, "left"
         for routers.
-      **options: steps, method and coefficients of `right_polar_map`.
+      **options: numerics of the polar step, of five steps by default, as `polar_map`.
 
     Raises:
       ValueError: unknown order or side, or an alpha that "polar_then_row" would discard.
@@ -45,7 +45,7 @@ def hybrid_map(
             "pass alpha=0, or order='row_then_polar'."
         )
     row = row_norm_map()
-    polar = (right_polar_map if side == "right" else left_polar_map)(**options)
+    polar = (right_polar_map if side == "right" else left_polar_map)(**{"steps": 5, **options})
     polar = dual_norm_scaled(polar, alpha)
     first, last = (row, polar) if order == "row_then_polar" else (polar, row)
     return MatrixMap(

@@ -1,30 +1,32 @@
-"""Polar factors of stacks of matrices, by matrix products alone.
+"""Polar factors and inverse square roots of stacks of matrices, by matrix products alone.
 
 Everything is computed per matrix of a stack `[..., m, n]`: a matrix is divided by its own largest
 entry before anything is squared, so results do not depend on the scale of the input, and a zero
 matrix gives zero.
+
+One step applies an odd polynomial to the singular values, `X <- P X` with `P = a I + b R + c R^2`
+and `R = X X^T`. Steps may also run on the Gram matrix alone, `R <- P R P` and `Q <- P Q`, and touch
+the long side of X only once per segment, `X <- Q X`; `_cost.py` decides where segments end.
 """
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from symoptax._coefficients import DEFAULT_TABLE, Row, coefficient_rows
+from symoptax._coefficients import DEFAULT_TABLE, coefficient_rows
+from symoptax._cost import Method, Rows, Side, check_options, gram_sizes, segments
+from symoptax._each_matrix import each_matrix, one_by_one, symmetric_product
+from symoptax._minimax import Row
+from symoptax._numerics import FLOAT32, Numerics
 from symoptax._unit import nonzero, unit_scale
 
-Side = Literal["left", "right", "auto"]
-Method = Literal["auto", "direct", "gram", "svd"]
-
-# TPUs multiply float32 in bfloat16 unless told otherwise, and a Gram matrix in bfloat16 resolves
-# singular values only down to 1/16 of the largest.
-_PRECISION = jax.lax.Precision.HIGHEST
-
-# A Gram segment multiplies the rounding error of the Gram matrix by the product of its slopes
-# p'(0). Measured in float32 with eight steps: unbounded 5e-5 to 3e-4, at most 40 per segment 5e-6.
-_MAX_GRAM_AMPLIFICATION = 40.0
+Product = Callable[[Array, Array], Array]
 
 
 def polar_factor(
@@ -34,23 +36,26 @@ def polar_factor(
     method: Method = "auto",
     steps: int = 5,
     coefficients: str | Sequence[Row] = DEFAULT_TABLE,
+    numerics: Numerics = FLOAT32,
 ) -> Float[Array, "*batch m n"]:
     """Compute the polar factor of each matrix of a stack.
 
     `polar(D) = U V^T` over the non-zero singular values of `D = U S V^T`, the same partial isometry
     as `(D D^T)^(-1/2) D` and `D (D^T D)^(-1/2)` with pseudo-inverse roots. The iteration applies
     one odd polynomial per step to the singular values: with the default table five steps bring
-    those above 1e-3 of the Schatten-4 norm (between the largest and min(m, n)^(1/4) times that)
-    into [0.84, 1.13], eight to 1 within rounding. Smaller ones, and directions in which D vanishes,
-    stay below the same limits.
+    those above 1e-3 of the largest into [0.85, 1.15], eight into 1 +- 1e-5. Smaller ones, and
+    directions in which D vanishes, stay below the same limits.
 
     Args:
-      d: matrices in a floating dtype; bfloat16 and float16 are computed in float32.
+      d: matrices in a floating dtype; bfloat16 and float16 are computed in float32 by default.
       side: which Gram matrix the iteration forms: "left" m x m, "right" n x n, "auto" the smaller.
-      method: "direct" iterates on D, "gram" on the Gram matrix with restarts, "svd" is exact up to
-        a relative cutoff of max(m, n) eps; "auto" takes direct or gram, whichever multiplies less.
-      steps: number of polynomial steps (not used by "svd").
-      coefficients: a name in `symoptax.TABLES` or rows (a, b, c).
+      method: "direct" visits the long side in every step, "gram" as seldom as rounding allows,
+        "auto" whatever multiplies least (see `cost`); "svd" is exact up to a relative cutoff of
+        max(m, n) eps; "qdwh" is `jax.lax.linalg.qdwh`, which inflates rounding noise in
+        directions where D vanishes to length 1.
+      steps: number of polynomial steps (not used by "svd" and "qdwh").
+      coefficients: a name in `symoptax.TABLES`, or rows (see `minimax_table`).
+      numerics: dtypes and precision of the products.
 
     Returns:
       An array of the shape and dtype of `d`.
@@ -67,103 +72,198 @@ def polar_factor(
     if d.ndim < 2 or not jnp.issubdtype(d.dtype, jnp.floating):
         raise ValueError(f"Need real floating matrices [..., m, n], got {d.dtype}{list(d.shape)}.")
     rows = coefficient_rows(coefficients, steps)
-    x, _ = unit_scale(d.astype(jnp.promote_types(d.dtype, jnp.float32)))
-    m, n = d.shape[-2:]
-    if method == "svd":
-        return _svd_polar(x).astype(d.dtype)
-    on_right = side == "right" or (side == "auto" and n < m)
+    k, length = gram_sizes(d.shape[-2], d.shape[-1], side)
+    parts = segments(rows, k, length, method, numerics.epsilon(d.dtype))
+    on_right = side == "right" or (side == "auto" and k < d.shape[-2])
+    return _polar_factor(d, method, on_right, parts, numerics)
+
+
+def inverse_sqrt(
+    a: Float[Array, "*batch n n"],
+    *,
+    method: Literal["newton_schulz", "eigh"] = "newton_schulz",
+    damping: float | None = None,
+    steps: int = 8,
+    coefficients: str | Sequence[Row] = DEFAULT_TABLE,
+    numerics: Numerics = FLOAT32,
+) -> Float[Array, "*batch n n"]:
+    """Compute `(A + delta |A| I)^(-1/2)` of symmetric positive semidefinite matrices.
+
+    |A| is the spectral norm, replaced by a bound on it in the iteration. A zero matrix gives zero.
+    A polar factor is better computed by `polar_factor`: a Gram matrix has already lost the singular
+    values below sqrt(eps) of the largest.
+
+    Args:
+      a: symmetric positive semidefinite matrices in a floating dtype.
+      method: "newton_schulz" takes products alone; eigenvalues below 1e-6 of the largest are not
+        brought all the way. "eigh" diagonalises.
+      damping: delta. None: 16 eps of the products for "newton_schulz", without which eigenvalues
+        that rounding has made negative would grow in every step, and for "eigh" 0, where
+        directions below n eps of the largest eigenvalue become zero (the pseudo-inverse root).
+      steps: as in `polar_factor`, like all that follow.
+      coefficients: table or rows.
+      numerics: dtypes and precision of the products.
+
+    Returns:
+      An array of the shape and dtype of `a`, in units of `a^(-1/2)`.
+
+    Raises:
+      ValueError: unknown method or table, damping too small for the method, or an input that is
+        no stack of real square matrices.
+
+    >>> inverse_sqrt(jnp.array([[4.0, 0.0], [0.0, 0.25]])).round(4).tolist()
+    [[0.5, 0.0], [0.0, 2.0]]
+    """
+    if a.ndim < 2 or a.shape[-2] != a.shape[-1] or not jnp.issubdtype(a.dtype, jnp.floating):
+        raise ValueError(f"Need real floating matrices [..., n, n], got {a.dtype}{list(a.shape)}.")
+    if method not in ("newton_schulz", "eigh"):
+        raise ValueError(f"method={method!r} is unknown; choose newton_schulz or eigh.")
+    rows = coefficient_rows(coefficients, steps)
+    least = 8 * numerics.epsilon(a.dtype) if method == "newton_schulz" else 0.0
+    damping = 2 * least if damping is None else damping
+    if damping < least:
+        raise ValueError(f"damping={damping} for {method}: need at least {least:.1g}.")
+    return _inverse_sqrt(a, method, damping, rows, numerics)
+
+
+@functools.partial(jax.jit, static_argnames=("method", "on_right", "parts", "numerics"))
+def _polar_factor(
+    d: Array, method: Method, on_right: bool, parts: tuple[Rows, ...], numerics: Numerics
+) -> Array:
+    x, _ = unit_scale(d.astype(numerics.stored_as(d.dtype)))
     x = jnp.matrix_transpose(x) if on_right else x
-    if method == "auto":
-        method = cheaper_method(x.shape[-2], x.shape[-1], rows)
-    x = _direct(x, rows) if method == "direct" else _gram(x, rows)
+    if method == "svd":
+        x = _svd_polar(x)
+    elif method == "qdwh":
+        x = one_by_one(_qdwh_polar, x)
+    else:
+        x = each_matrix(functools.partial(_iterate, parts=parts, numerics=numerics), x)
     x = jnp.matrix_transpose(x) if on_right else x
     return x.astype(d.dtype)
 
 
-def check_options(side: str, method: str) -> None:
-    """Raise ValueError for a side or method that does not exist."""
-    if side not in ("left", "right", "auto"):
-        raise ValueError(f"side={side!r} is unknown; choose 'left', 'right' or 'auto'.")
-    if method not in ("auto", "direct", "gram", "svd"):
-        raise ValueError(f"method={method!r} is unknown; choose auto, direct, gram or svd.")
+@functools.partial(jax.jit, static_argnames=("method", "damping", "rows", "numerics"))
+def _inverse_sqrt(a: Array, method: str, damping: float, rows: Rows, numerics: Numerics) -> Array:
+    x, unit = unit_scale(a.astype(numerics.stored_as(a.dtype)))
+    if method == "eigh":
+        root = _eigh_root(x, damping)
+    else:
+        root = each_matrix(
+            lambda x, on_cpu: _root(
+                x, rows, numerics, x.dtype, normalise=True, damping=damping, on_cpu=on_cpu
+            ),
+            x,
+        )
+    # Where a row of x is zero, so is the root's by convention.
+    seen = jnp.any(x != 0, axis=(-2, -1), keepdims=True)
+    return jnp.where(seen, root / jnp.sqrt(unit), 0).astype(a.dtype)
 
 
-def cheaper_method(k: int, length: int, rows: Sequence[Row]) -> Literal["direct", "gram"]:
-    """Return the method with fewer multiplications for a k x length matrix with a k x k Gram."""
-    tall, small = k * k * length, k**3
-    direct = len(rows) * (2 * tall + small)
-    segments = _segments(rows)
-    # Per segment: the Gram matrix and the final product on the long side; R^2 in every step, and
-    # Q P, P R, (P R) P between steps.
-    gram = sum(2 * tall + small * (len(s) + 3 * (len(s) - 1)) for s in segments)
-    return "direct" if direct <= gram else "gram"
+def _iterate(x: Array, parts: tuple[Rows, ...], numerics: Numerics, on_cpu: bool) -> Array:
+    """Apply the steps to x, one segment after another."""
+    for number, rows in enumerate(parts):
+        gram = _symmetric(numerics, on_cpu)(x, jnp.matrix_transpose(x))
+        root = _root(gram, rows, numerics, x.dtype, normalise=number == 0, on_cpu=on_cpu)
+        x = numerics.matmul(root, x).astype(x.dtype)
+    return x
+
+
+def _root(
+    gram: Array,
+    rows: Rows,
+    numerics: Numerics,
+    stored: jnp.dtype,
+    *,
+    normalise: bool,
+    damping: float = 0.0,
+    on_cpu: bool = False,
+) -> Array:
+    """Run a segment on `G = X X^T` and return the Q for which `Q X` has taken its steps.
+
+    `normalise` scales G to eigenvalues of at most 1 for the first step; Q is for the unscaled X.
+    """
+    product = _symmetric(numerics, on_cpu)
+    r, square, scale = gram.astype(stored), None, 1.0
+    if normalise:
+        norm = nonzero(_frobenius(gram))
+        r = (gram / norm).astype(stored)
+        square = product(r, r)
+        bound = _largest_eigenvalue(r, square, numerics.epsilon(stored))
+        r, square, scale = r / bound, square / jnp.square(bound), jax.lax.rsqrt(norm * bound)
+        if damping:
+            eye = _identity(r)
+            square = square + 2 * damping * r + damping**2 * eye
+            r, square, scale = (
+                (r + damping * eye) / (1 + damping),
+                square / (1 + damping) ** 2,
+                scale / math.sqrt(1 + damping),
+            )
+        r = r.astype(stored)
+    q = None
+    for step, row in enumerate(rows):
+        square = product(r, r) if square is None else square
+        p = _polynomial(r, square, row, product)
+        if step + 1 == len(rows):
+            p = p * scale
+        p = p.astype(stored)
+        q = p if q is None else product(p, q).astype(stored)
+        if step + 1 < len(rows):
+            r, square = product(product(p, r).astype(stored), p).astype(stored), None
+    assert q is not None
+    return q
+
+
+def _polynomial(r: Array, square: Array, row: Row, product: Product) -> Array:
+    """Evaluate `a I + b R + c R^2 + d R^3 + e R^4`."""
+    eye = _identity(square)
+    if len(row) <= 3:
+        a, b, c = (*row, 0.0)[:3]
+        return a * eye + b * r + c * square
+    # Coefficients of degree 9 reach 600 while the polynomial stays below 16 on [0, 1]; those of its
+    # Chebyshev polynomials are as small as it is, and so is the rounding error.
+    c0, c1, c2, c3, c4 = _chebyshev(tuple(row))
+    t1 = 2 * r - eye
+    t2 = 8 * (square - r) + eye
+    tail = product(t2.astype(r.dtype), (2 * c3 * t1 + 2 * c4 * t2).astype(r.dtype))
+    return (c0 - c4) * eye + (c1 - c3) * t1 + c2 * t2 + tail
+
+
+@functools.cache
+def _chebyshev(row: Row) -> tuple[float, ...]:
+    """Return the five coefficients of the row's polynomial in R in the basis T_i(2 R - 1)."""
+    polynomial = np.polynomial.Polynomial(row).convert(
+        kind=np.polynomial.Chebyshev, domain=[0.0, 1.0]
+    )
+    return (*polynomial.coef.tolist(), 0.0)[:5]
+
+
+def _largest_eigenvalue(r: Array, square: Array, epsilon: float) -> Array:
+    """Bound the eigenvalues of R >= 0 from above, by its moments `m_i = tr(R^i)`.
+
+    For c = m3 / m2 every eigenvalue obeys `r^2 (r - c)^2 <= m4 - c m3`, the sum over all of them.
+    Never above the Schatten-4 norm `m4^(1/4)` of R by more than rounding, invariant under rotations
+    and tight where one value or many equal ones dominate.
+    """
+    m2, m3, m4 = (
+        jnp.sum(product, axis=(-2, -1), keepdims=True)
+        for product in (jnp.square(r), r * square, jnp.square(square))
+    )
+    center = m3 / nonzero(m2)
+    spread = jnp.maximum(m4 - center * m3, 0) + 8 * epsilon * m4
+    return nonzero(center / 2 + jnp.sqrt(jnp.square(center / 2) + jnp.sqrt(spread)))
+
+
+def _identity(like: Array) -> Array:
+    return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
 
 
 def _frobenius(x: Array) -> Array:
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
 
 
-def _matmul(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=_PRECISION)
-
-
-def _gram_of(x: Array) -> Array:
-    return _matmul(x, jnp.matrix_transpose(x))
-
-
-def _normalised(x: Array) -> tuple[Array, Array]:
-    """Scale x to spectral norm at most 1 and return it with its left Gram matrix.
-
-    The bound is the Schatten-4 norm `|X X^T|_F^(1/2)`, which costs nothing here because the first
-    step needs the Gram matrix anyway, and is tighter than the Frobenius norm.
-    """
-    gram = _gram_of(x)
-    norm = nonzero(jnp.sqrt(_frobenius(gram)))
-    return x / norm, gram / jnp.square(norm)
-
-
-def _direct(x: Array, rows: Sequence[Row]) -> Array:
-    """Iterate `X <- a X + (b A + c A^2) X` with `A = X X^T`."""
-    x, gram = _normalised(x)
-    for step, (a, b, c) in enumerate(rows):
-        gram = gram if step == 0 else _gram_of(x)
-        x = a * x + _matmul(b * gram + c * _matmul(gram, gram), x)
-    return x
-
-
-def _gram(x: Array, rows: Sequence[Row]) -> Array:
-    """Iterate on the Gram matrix, touching the long side twice per segment."""
-    x, gram = _normalised(x)
-    for number, segment in enumerate(_segments(rows)):
-        gram = gram if number == 0 else _gram_of(x)
-        x = _matmul(_root_segment(gram, segment), x)
-    return x
-
-
-def _root_segment(gram: Array, rows: Sequence[Row]) -> Array:
-    """Accumulate `Q = P_s ... P_1` with `P = a I + b R + c R^2` and `R <- P R P`."""
-    identity = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
-    root = None
-    for step, (a, b, c) in enumerate(rows):
-        factor = a * identity + b * gram + c * _matmul(gram, gram)
-        root = factor if root is None else _matmul(factor, root)
-        if step + 1 < len(rows):
-            gram = _matmul(_matmul(factor, gram), factor)
-    assert root is not None
-    return root
-
-
-def _segments(rows: Sequence[Row]) -> list[list[Row]]:
-    """Cut the steps where the product of the slopes p'(0) would pass the limit."""
-    segments: list[list[Row]] = []
-    slope = float("inf")
-    for row in rows:
-        slope *= row[0]
-        if slope > _MAX_GRAM_AMPLIFICATION:
-            segments.append([])
-            slope = row[0]
-        segments[-1].append(row)
-    return segments
+def _symmetric(numerics: Numerics, on_cpu: bool) -> Product:
+    """Return the product for two matrices whose product is symmetric."""
+    return numerics.matmul if not on_cpu else functools.partial(symmetric_product, numerics.matmul)
 
 
 def _svd_polar(x: Array) -> Array:
@@ -172,4 +272,23 @@ def _svd_polar(x: Array) -> Array:
     kept = u * (s > cutoff)[..., None, :]
     # Where a row or column of x is zero the products leave rounding noise, not zero.
     rows, cols = (jnp.any(x != 0, axis=axis, keepdims=True) for axis in (-1, -2))
-    return jnp.where(rows & cols, _matmul(kept, vt), 0)
+    return jnp.where(rows & cols, FLOAT32.matmul(kept, vt), 0)
+
+
+def _qdwh_polar(x: Array) -> Array:
+    wide = x.shape[-2] < x.shape[-1]
+    x = jnp.matrix_transpose(x) if wide else x
+    # qdwh divides by the norm.
+    u, *_ = jax.lax.linalg.qdwh(jnp.where(jnp.any(x != 0), x, jnp.eye(*x.shape, dtype=x.dtype)))
+    u = jnp.where(jnp.any(x != 0), u, 0)
+    return jnp.matrix_transpose(u) if wide else u
+
+
+def _eigh_root(a: Array, damping: float) -> Array:
+    values, vectors = jnp.linalg.eigh(a)
+    largest = values[..., -1:]
+    cutoff = 0.0 if damping else a.shape[-1] * jnp.finfo(a.dtype).eps
+    kept = values > cutoff * largest
+    damped = jnp.maximum(values, 0) + damping * largest
+    roots = jnp.where(kept | (damping > 0), jax.lax.rsqrt(nonzero(damped)), 0)
+    return FLOAT32.matmul(vectors * roots[..., None, :], jnp.matrix_transpose(vectors))

@@ -17,13 +17,14 @@ import jax
 import optax
 
 from symoptax._centering import centered as centered_map
-from symoptax._coefficients import Row
+from symoptax._cost import Method
 from symoptax._hybrid import Order, hybrid_map
 from symoptax._hyperparams import injectable, surely_nonzero
 from symoptax._map import MatrixMap, dual_norm_scaled, scaled
 from symoptax._matrixwise import ViewOrFn, matrixwise
+from symoptax._minimax import Row
 from symoptax._momentum import momentum
-from symoptax._newton_schulz import Method
+from symoptax._numerics import Numerics
 from symoptax._polar import PolarOptions, left_polar_map, polar_map, right_polar_map
 from symoptax._row_norm import row_norm_map, sign_map
 from symoptax._scaling import ScaleRule
@@ -52,6 +53,7 @@ class PolarOptimizerOptions(OptimizerOptions, total=False):
     steps: int
     method: Method
     coefficients: str | Sequence[Row]
+    numerics: Numerics
 
 
 @injectable("learning_rate", "beta", "weight_decay")

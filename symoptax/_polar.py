@@ -5,9 +5,12 @@ import math
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
-from symoptax._coefficients import DEFAULT_TABLE, Row, coefficient_rows
+from symoptax._coefficients import DEFAULT_TABLE, coefficient_rows
+from symoptax._cost import Method, Side, check_options
 from symoptax._map import MatrixMap
-from symoptax._newton_schulz import Method, Side, check_options, polar_factor
+from symoptax._minimax import Row
+from symoptax._newton_schulz import polar_factor
+from symoptax._numerics import FLOAT32, Numerics
 from symoptax._symmetry import Group, Symmetry
 
 
@@ -17,6 +20,7 @@ class PolarOptions(TypedDict, total=False):
     steps: int
     method: Method
     coefficients: str | Sequence[Row]
+    numerics: Numerics
 
 
 def polar_map(**options: Unpack[PolarOptions]) -> MatrixMap:
@@ -52,11 +56,17 @@ def _polar_map(
     steps: int,
     method: Method = "auto",
     coefficients: str | Sequence[Row] = DEFAULT_TABLE,
+    numerics: Numerics = FLOAT32,
 ) -> MatrixMap:
     check_options(side, method)
     coefficient_rows(coefficients, steps)  # raises here rather than in the first update
     stage = functools.partial(
-        polar_factor, side=side, method=method, steps=steps, coefficients=coefficients
+        polar_factor,
+        side=side,
+        method=method,
+        steps=steps,
+        coefficients=coefficients,
+        numerics=numerics,
     )
     return MatrixMap(
         name,

@@ -6,7 +6,7 @@ Every one is stateless, acts on each matrix of each leaf by itself, keeps dtypes
   by default the last two axes are rows and columns as stored, and the rest is batch;
 - `alpha`, for polar steps: multiplies them by `nu^alpha`, `nu = <D, polar(D)>` per matrix (1:
   PolarGrad, 0: Muon-like);
-- `steps`, `method`, `coefficients`: the numerics of `polar_factor`.
+- `steps`, `method`, `coefficients`, `numerics`: how `polar_factor` computes.
 """
 
 from typing import Literal, Unpack

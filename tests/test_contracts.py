@@ -145,8 +145,8 @@ def test_updates_and_state_keep_the_dtypes_of_the_parameters(case, kernel, stack
 
 @every_case
 def test_float64_and_float32_agree(case):
-    # Eight Polar Express steps amplify float32 rounding by at most about 1e3 for these well
-    # conditioned matrices; 1e-4 is ten times what is observed, and a sum in bfloat16 errs by 1e-2.
+    # Five steps on one Gram matrix amplify its rounding by up to 1600^2 / 20; 1e-3 is five times
+    # what is observed on these well conditioned matrices, and a sum in bfloat16 errs by 1e-2.
     single = params_of()
     expected, _ = train(case.build(), single, steps=3)
     with jax.enable_x64(True):
@@ -155,7 +155,7 @@ def test_float64_and_float32_agree(case):
         result, _ = train(case.build(), double, steps=3)
         assert {x.dtype for x in jax.tree.leaves(result)} == {jnp.dtype(jnp.float64)}
         # The gradients of the two runs are the same numbers up to their own rounding, 6e-8.
-        chex.assert_trees_all_close(result, jax.tree.map(np.float64, expected), atol=1e-4)
+        chex.assert_trees_all_close(result, jax.tree.map(np.float64, expected), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["row_norm_m", "scion-sign-constrained", "matrix_optimizer"])
@@ -200,8 +200,8 @@ def test_injected_hyperparameters_equal_plain_ones(case):
     injected = optax.inject_hyperparams(case.factory)(0.1, **case.options)
     expected, _ = train(plain, params, steps=10)
     result, state = train(injected, params, steps=10)
-    # Hyperparameters become float32 arrays: 1 - beta then differs by 1e-8.
-    chex.assert_trees_all_close(result, expected, atol=1e-5)
+    # Hyperparameters become float32 arrays: 1 - beta then differs by 1e-8, amplified as above.
+    chex.assert_trees_all_close(result, expected, atol=1e-3)
     assert state.hyperparams["learning_rate"] == np.float32(0.1)
 
 
@@ -211,7 +211,7 @@ def test_injection_leaves_steps_and_masks_alone(case):
     injected = optax.inject_hyperparams(case.factory)(0.1, **case.options, **options)
     expected, _ = train(case.build(**options), params_of(), steps=10)
     result, _ = train(injected, params_of(), steps=10)
-    chex.assert_trees_all_close(result, expected, atol=1e-5)
+    chex.assert_trees_all_close(result, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("view", VIEW_OPTIONS.values(), ids=VIEW_OPTIONS.keys())
@@ -221,7 +221,7 @@ def test_injection_leaves_views_alone(name, view):
     injected = optax.inject_hyperparams(case.factory)(0.1, view=view)
     expected, _ = train(case.build(view=view), params_of(), steps=10)
     result, _ = train(injected, params_of(), steps=10)
-    chex.assert_trees_all_close(result, expected, atol=1e-5)
+    chex.assert_trees_all_close(result, expected, atol=1e-3)
 
 
 TRACED = {
@@ -331,4 +331,4 @@ def test_a_stack_on_eight_devices_is_updated_as_on_one(name):
     expected, _ = tx.update(grads_of(params), tx.init(params), params)
     step, arguments = sharded_step(tx, params, tx.init(params))
     # Another order of summation, amplified as above.
-    chex.assert_trees_all_close(jax.device_get(step(*arguments)), expected, atol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(step(*arguments)), expected, atol=1e-4)

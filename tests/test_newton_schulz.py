@@ -9,7 +9,7 @@ import pytest
 import oracle
 from symoptax import TABLES, polar_factor
 from symoptax._coefficients import coefficient_rows
-from symoptax._newton_schulz import cheaper_method
+from symoptax._minimax import apply_rows
 
 DEFAULT = "polar_express_l1e-3_s1.01"
 
