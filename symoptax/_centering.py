@@ -9,7 +9,6 @@ from symoptax._map import MatrixMap, Stage
 from symoptax._symmetry import Group, Symmetry
 from symoptax._unit import unit_scale
 
-
 # In units of the rounding error of the largest entry.
 _RESOLUTION = 8.0
 

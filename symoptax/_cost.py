@@ -91,7 +91,7 @@ def cost(
       ValueError: unknown option, or method "svd" or "qdwh".
 
     >>> print(cost((4, 512, 1536)))
-    gram, steps 5: 2 long and 18 small products, 12.9 G multiplications, 332 MiB moved
+    gram, steps 5: 2 long and 18 small products, 12.9 G multiplications, 320 MiB moved
     """
     check_options(side, method)
     if method in ("svd", "qdwh"):

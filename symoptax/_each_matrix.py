@@ -3,10 +3,11 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 Stack = Float[Array, "*batch m n"]
@@ -44,6 +45,26 @@ def one_by_one(kernel: Callable[[Stack], Stack], x: Stack) -> Stack:
     matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     _, results = jax.lax.scan(lambda _, matrix: (None, kernel(matrix)), None, matrices, unroll=2)
     return results.reshape(x.shape)
+
+
+def unstack(x: Float[Array, "n *shape"]) -> Sequence[Float[Array, "*shape"]]:
+    """Split a stack along its first axis, in a way that compiles in no time.
+
+    XLA compiles a kernel for every position of a slice on CPUs, 25 ms each, but only one for all
+    slices whose positions are known at run time.
+    """
+    if not jax.typeof(x).sharding.mesh.empty:
+        return jnp.unstack(x)
+    return jax.lax.platform_dependent(x, cpu=_unstack_at_run_time, default=jnp.unstack)
+
+
+def _unstack_at_run_time(x: Array) -> tuple[Array, ...]:
+    pairs = jax.lax.optimization_barrier(tuple(np.full(2, i, np.int32) for i in range(len(x))))
+    # A reduction of constants that the barrier hides: scalars that nothing can fold into a slice.
+    positions = jax.lax.reduce(
+        pairs, (np.int32(0),) * len(x), lambda a, b: tuple(map(jnp.maximum, a, b)), (0,)
+    )
+    return tuple(jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for i in positions)
 
 
 def symmetric_product(matmul: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from symoptax._each_matrix import unstack
 from symoptax._map import MatrixMap
 from symoptax._paths import named_leaves
 from symoptax._view import MatrixView, as_view
@@ -98,5 +99,5 @@ def _apply(update_map: MatrixMap, stacks: Sequence[jax.Array]) -> list[jax.Array
             results[indices[0]] = update_map(stacks[indices[0]])
         else:
             together = update_map(jnp.stack([stacks[index] for index in indices]))
-            results.update(zip(indices, together, strict=True))
+            results.update(zip(indices, unstack(together), strict=True))
     return [results[index] for index in range(len(stacks))]

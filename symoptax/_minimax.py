@@ -81,7 +81,7 @@ def minimax_table(
 def apply_rows(rows: Sequence[Row], x: np.ndarray) -> np.ndarray:
     """Apply the polynomials of the rows one after the other to an array of singular values."""
     for row in rows:
-        x = x * np.polynomial.polynomial.polyval(x**2, row)
+        x = np.asarray(x * np.polynomial.polynomial.polyval(x**2, row))
     return x
 
 

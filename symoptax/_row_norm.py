@@ -7,14 +7,14 @@ from jaxtyping import Array, Float
 
 from symoptax._map import MatrixMap
 from symoptax._symmetry import Group, Symmetry
-from symoptax._unit import nonzero, unit_scale
+from symoptax._unit import nonzero
 
 
 def row_norm_map() -> MatrixMap:
     """Build the map that divides each row by its Euclidean norm: `U_i = D_i / |D_i|`, `0 -> 0`.
 
-    Commutes with P(rows) x O(cols). A row is divided by its largest entry first, so rows of every
-    size that the dtype can hold are normalised alike; there is no epsilon.
+    Commutes with P(rows) x O(cols). Rows of every size that the dtype can hold are normalised
+    alike; there is no epsilon.
 
     Source: Lau and Su (2026), arXiv 2605.18106.
 
@@ -56,6 +56,16 @@ def sign_map() -> MatrixMap:
 
 
 def normalize_rows(d: Float[Array, "*batch m n"], axis: int = -1) -> Float[Array, "*batch m n"]:
-    """Divide the vectors along `axis` by their norms; zero vectors stay zero."""
-    unit, _ = unit_scale(d, axis)
-    return unit / nonzero(jnp.sqrt(jnp.sum(jnp.square(unit), axis=axis, keepdims=True)))
+    """Divide the vectors along `axis` by their norms; zero vectors stay zero.
+
+    A vector whose sum of squares comes near the ends of the dtype's range is scaled by a power of
+    two before it is squared; dividing every vector by its largest entry would read it once more.
+
+    Source: Blue (1978), "A Portable Fortran Program to Find the Euclidean Norm of a Vector".
+    """
+    top = jnp.finfo(d.dtype).maxexp
+    squares = jnp.sum(jnp.square(d), axis=axis, keepdims=True)
+    power = jnp.where(squares > 2.0 ** (0.75 * top), -0.75 * top, 0.0)
+    power = jnp.where(squares < 2.0 ** (-0.55 * top), 0.75 * top, power)
+    scaled = d * jnp.exp2(power.astype(d.dtype))
+    return scaled / nonzero(jnp.sqrt(jnp.sum(jnp.square(scaled), axis=axis, keepdims=True)))
