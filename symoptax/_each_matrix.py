@@ -47,7 +47,7 @@ def one_by_one(kernel: Callable[[Stack], Stack], x: Stack) -> Stack:
     return results.reshape(x.shape)
 
 
-def unstack(x: Float[Array, "n *shape"]) -> Sequence[Float[Array, "*shape"]]:
+def unstack(x: Float[Array, "..."]) -> Sequence[Float[Array, "..."]]:
     """Split a stack along its first axis, in a way that compiles in no time.
 
     XLA compiles a kernel for every position of a slice on CPUs, 25 ms each, but only one for all

@@ -65,7 +65,8 @@ def normalize_rows(d: Float[Array, "*batch m n"], axis: int = -1) -> Float[Array
     """
     top = jnp.finfo(d.dtype).maxexp
     squares = jnp.sum(jnp.square(d), axis=axis, keepdims=True)
-    power = jnp.where(squares > 2.0 ** (0.75 * top), -0.75 * top, 0.0)
-    power = jnp.where(squares < 2.0 ** (-0.55 * top), 0.75 * top, power)
-    scaled = d * jnp.exp2(power.astype(d.dtype))
+    down, up = jnp.asarray([-0.75 * top, 0.75 * top], d.dtype)
+    power = jnp.where(squares > 2.0 ** (0.75 * top), down, 0.0)
+    power = jnp.where(squares < 2.0 ** (-0.55 * top), up, power)
+    scaled = d * jnp.exp2(power)
     return scaled / nonzero(jnp.sqrt(jnp.sum(jnp.square(scaled), axis=axis, keepdims=True)))
