@@ -2,7 +2,6 @@
 
 A row (a, b, c, ...) is the odd polynomial `p(x) = a x + b x^3 + c x^5 + ...` that one step applies
 to every singular value; a table is applied row by row and its last row repeats for ever.
-`docs/tables.png` draws what each of them does.
 """
 
 import functools
