@@ -127,30 +127,47 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "taylor_quintic": (_TAYLOR_QUINTIC,),
 }
 
-DEFAULT_TABLE = "minimax_9_5_l7e-4"
+# For products in float32 and in less: rows of degree 9 add up terms of which bfloat16 and TF32
+# leave errors of a tenth, and without a safety factor the next row sends those off.
+_FINE, _COARSE = "minimax_9_5_l7e-4", "polar_express_l1e-3_s1.01"
+_NEED_FLOAT32 = ("minimax_9_5_l7e-4", "minimax_9_l3e-3")
+_COARSER_THAN_FLOAT32 = 2.0**-12
 
 # A table cut short ends in the middle of its work, where singular values are up to 2.
 _HIGHEST = 1.25
 
 
-def coefficient_rows(table: str | Sequence[Row], steps: int) -> tuple[tuple[float, ...], ...]:
+def coefficient_rows(
+    table: str | Sequence[Row] | None, steps: int, epsilon: float = 2.0**-23
+) -> tuple[tuple[float, ...], ...]:
     """Return the rows of `steps` steps: the first rows of the table, then its last row repeated.
 
     A named table of which so few rows are taken that they lead above 1.25 has the last of them
     scaled down to that; rows of your own are left as they are.
 
     Args:
-      table: a name in `TABLES`, or rows of your own of two to five coefficients.
+      table: a name in `TABLES`, rows of your own of two to five coefficients, or None for the
+        default: "minimax_9_5_l7e-4" where products are in float32, and otherwise
+        "polar_express_l1e-3_s1.01".
       steps: number of steps, at least 1.
+      epsilon: relative rounding error of the products.
 
     Raises:
-      ValueError: unknown or empty table, a row of another length, or fewer than one step.
+      ValueError: unknown or empty table, one that needs finer products, a row of another length,
+        or fewer than one step.
 
     >>> coefficient_rows("taylor_cubic", 2)
     ((1.5, -0.5), (1.5, -0.5))
     """
+    if table is None:
+        table = _COARSE if epsilon > _COARSER_THAN_FLOAT32 else _FINE
     if isinstance(table, str) and table not in TABLES:
         raise ValueError(f"coefficients={table!r} is unknown; choose from {sorted(TABLES)}.")
+    if isinstance(table, str) and table in _NEED_FLOAT32 and epsilon > _COARSER_THAN_FLOAT32:
+        raise ValueError(
+            f"coefficients={table!r} needs products in float32, not with a rounding error of "
+            f"{epsilon:.1g}; leave coefficients out, or choose {_COARSE!r}."
+        )
     rows = TABLES[table] if isinstance(table, str) else tuple(table)
     if steps < 1 or not rows:
         raise ValueError(

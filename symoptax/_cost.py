@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from symoptax._coefficients import DEFAULT_TABLE, coefficient_rows
+from symoptax._coefficients import coefficient_rows
 from symoptax._minimax import Row, apply_rows
 from symoptax._numerics import FLOAT32, Numerics
 
@@ -63,7 +63,7 @@ def cost(
     side: Side = "auto",
     method: Method = "auto",
     steps: int = 5,
-    coefficients: str | Sequence[Row] = DEFAULT_TABLE,
+    coefficients: str | Sequence[Row] | None = None,
     numerics: Numerics = FLOAT32,
     dtype: DTypeLike = jnp.float32,
 ) -> Cost:
@@ -71,7 +71,8 @@ def cost(
 
     With k the size of the Gram matrix and `length` the other side, a segment of s steps makes two
     long products of `k^2 length` multiplications (its Gram matrix, and the final product), and
-    small ones of `k^3`: one per step for degree 5, two for degree 7 or 9, and three between steps.
+    small ones of `k^3`: three between steps, and in a step one for degree 5, two for degree 7 or 9,
+    and none for degree 3, except in the first step, which bounds the spectral norm by a square.
     "direct" has one step per segment, "gram" as many as rounding allows, and "auto" the split with
     the fewest multiplications.
 
@@ -80,7 +81,7 @@ def cost(
       side: as in `polar_factor`, like all that follow.
       method: "svd" and "qdwh" are not counted.
       steps: number of polynomial steps.
-      coefficients: table or rows.
+      coefficients: table or rows; None: the default for these numerics.
       numerics: dtypes and precision.
       dtype: dtype of the input.
 
@@ -96,10 +97,11 @@ def cost(
     check_options(side, method)
     if method in ("svd", "qdwh"):
         raise ValueError(f"method={method!r} has no fixed number of products.")
-    rows = coefficient_rows(coefficients, steps)
+    epsilon = numerics.epsilon(dtype)
+    rows = coefficient_rows(coefficients, steps, epsilon)
     k, length = gram_sizes(shape[-2], shape[-1], side)
-    parts = segments(rows, k, length, method, numerics.epsilon(dtype))
-    small = sum(small_products(part) for part in parts)
+    parts = segments(rows, k, length, method, epsilon)
+    small = sum(small_products(part) for part in parts) + (len(rows[0]) == 2)
     long = 2 * len(parts)
     count = math.prod(shape[:-2])
     # A product reads two matrices and writes one; a step makes one elementwise pass over three.

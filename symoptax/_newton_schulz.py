@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from symoptax._coefficients import DEFAULT_TABLE, coefficient_rows
+from symoptax._coefficients import coefficient_rows
 from symoptax._cost import Method, Rows, Side, check_options, gram_sizes, segments
 from symoptax._each_matrix import each_matrix, one_by_one, symmetric_product
 from symoptax._minimax import Row
@@ -35,7 +35,7 @@ def polar_factor(
     side: Side = "auto",
     method: Method = "auto",
     steps: int = 5,
-    coefficients: str | Sequence[Row] = DEFAULT_TABLE,
+    coefficients: str | Sequence[Row] | None = None,
     numerics: Numerics = FLOAT32,
 ) -> Float[Array, "*batch m n"]:
     """Compute the polar factor of each matrix of a stack.
@@ -54,7 +54,8 @@ def polar_factor(
         max(m, n) eps; "qdwh" is `jax.lax.linalg.qdwh`, which inflates rounding noise in
         directions where D vanishes to length 1.
       steps: number of polynomial steps (not used by "svd" and "qdwh").
-      coefficients: a name in `symoptax.TABLES`, or rows (see `minimax_table`).
+      coefficients: a name in `symoptax.TABLES`, or rows (see `minimax_table`); None:
+        "minimax_9_5_l7e-4", or "polar_express_l1e-3_s1.01" with products coarser than float32.
       numerics: dtypes and precision of the products.
 
     Returns:
@@ -71,9 +72,10 @@ def polar_factor(
     check_options(side, method)
     if d.ndim < 2 or not jnp.issubdtype(d.dtype, jnp.floating):
         raise ValueError(f"Need real floating matrices [..., m, n], got {d.dtype}{list(d.shape)}.")
-    rows = coefficient_rows(coefficients, steps)
+    epsilon = numerics.epsilon(d.dtype)
+    rows = coefficient_rows(coefficients, steps, epsilon)
     k, length = gram_sizes(d.shape[-2], d.shape[-1], side)
-    parts = segments(rows, k, length, method, numerics.epsilon(d.dtype))
+    parts = segments(rows, k, length, method, epsilon)
     on_right = side == "right" or (side == "auto" and k < d.shape[-2])
     return _polar_factor(d, method, on_right, parts, numerics)
 
@@ -84,7 +86,7 @@ def inverse_sqrt(
     method: Literal["newton_schulz", "eigh"] = "newton_schulz",
     damping: float | None = None,
     steps: int = 8,
-    coefficients: str | Sequence[Row] = DEFAULT_TABLE,
+    coefficients: str | Sequence[Row] | None = None,
     numerics: Numerics = FLOAT32,
 ) -> Float[Array, "*batch n n"]:
     """Compute `(A + delta |A| I)^(-1/2)` of symmetric positive semidefinite matrices.
@@ -118,8 +120,9 @@ def inverse_sqrt(
         raise ValueError(f"Need real floating matrices [..., n, n], got {a.dtype}{list(a.shape)}.")
     if method not in ("newton_schulz", "eigh"):
         raise ValueError(f"method={method!r} is unknown; choose newton_schulz or eigh.")
-    rows = coefficient_rows(coefficients, steps)
-    least = 8 * numerics.epsilon(a.dtype) if method == "newton_schulz" else 0.0
+    epsilon = numerics.epsilon(a.dtype)
+    rows = coefficient_rows(coefficients, steps, epsilon)
+    least = 8 * epsilon if method == "newton_schulz" else 0.0
     damping = 2 * least if damping is None else damping
     if damping < least:
         raise ValueError(f"damping={damping} for {method}: need at least {least:.1g}.")
@@ -188,7 +191,7 @@ def _root(
         norm = nonzero(_frobenius(gram))
         r = (gram / norm).astype(stored)
         square = product(r, r)
-        bound = _largest_eigenvalue(r, square, numerics.epsilon(stored))
+        bound = _largest_eigenvalue(r, square)
         r, square, scale = r / bound, square / jnp.square(bound), jax.lax.rsqrt(norm * bound)
         if damping:
             eye = _identity(r)
@@ -201,24 +204,28 @@ def _root(
         r = r.astype(stored)
     q = None
     for step, row in enumerate(rows):
-        square = product(r, r) if square is None else square
+        if square is None and len(row) > 2:
+            square = product(r, r)
         p = _polynomial(r, square, row, product)
         if step + 1 == len(rows):
             p = p * scale
         p = p.astype(stored)
-        q = p if q is None else product(p, q).astype(stored)
+        # Not by halves: rounding makes this product a little asymmetric, and that part counts.
+        q = p if q is None else numerics.matmul(p, q).astype(stored)
         if step + 1 < len(rows):
             r, square = product(product(p, r).astype(stored), p).astype(stored), None
     assert q is not None
     return q
 
 
-def _polynomial(r: Array, square: Array, row: Row, product: Product) -> Array:
+def _polynomial(r: Array, square: Array | None, row: Row, product: Product) -> Array:
     """Evaluate `a I + b R + c R^2 + d R^3 + e R^4`."""
-    eye = _identity(square)
-    if len(row) <= 3:
-        a, b, c = (*row, 0.0)[:3]
-        return a * eye + b * r + c * square
+    eye = _identity(r)
+    if len(row) == 2:
+        return row[0] * eye + row[1] * r
+    assert square is not None
+    if len(row) == 3:
+        return row[0] * eye + row[1] * r + row[2] * square
     # Coefficients of degree 9 reach 600 while the polynomial stays below 16 on [0, 1]; those of its
     # Chebyshev polynomials are as small as it is, and so is the rounding error.
     c0, c1, c2, c3, c4 = _chebyshev(tuple(row))
@@ -237,28 +244,30 @@ def _chebyshev(row: Row) -> tuple[float, ...]:
     return (*polynomial.coef.tolist(), 0.0)[:5]
 
 
-def _largest_eigenvalue(r: Array, square: Array, epsilon: float) -> Array:
+def _largest_eigenvalue(r: Array, square: Array) -> Array:
     """Bound the eigenvalues of R >= 0 from above, by its moments `m_i = tr(R^i)`.
 
-    For c = m3 / m2 every eigenvalue obeys `r^2 (r - c)^2 <= m4 - c m3`, the sum over all of them.
-    Never above the Schatten-4 norm `m4^(1/4)` of R by more than rounding, invariant under rotations
-    and tight where one value or many equal ones dominate.
+    Every eigenvalue obeys `|r (r - c)| <= |R^2 - c R|`, the Frobenius norm, for any c, and most
+    tightly for c = m3 / m2 where many equal ones dominate. Where one does, the Schatten-4 norm
+    `m4^(1/4)` of R is less. Both are invariant under rotations.
     """
-    m2, m3, m4 = (
-        jnp.sum(product, axis=(-2, -1), keepdims=True)
-        for product in (jnp.square(r), r * square, jnp.square(square))
-    )
+    m2, m3, m4 = (_inner(x, y) for x, y in ((r, r), (r, square), (square, square)))
     center = m3 / nonzero(m2)
-    spread = jnp.maximum(m4 - center * m3, 0) + 8 * epsilon * m4
-    return nonzero(center / 2 + jnp.sqrt(jnp.square(center / 2) + jnp.sqrt(spread)))
+    half, spread = center / 2, _frobenius(square - center * r)
+    bound = half + jnp.sqrt(jnp.square(half) + spread)
+    return nonzero(jnp.minimum(bound, jnp.sqrt(jnp.sqrt(m4))))
 
 
 def _identity(like: Array) -> Array:
     return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
 
 
+def _inner(x: Array, y: Array) -> Array:
+    return jnp.sum(x * y, axis=(-2, -1), keepdims=True)
+
+
 def _frobenius(x: Array) -> Array:
-    return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
+    return jnp.sqrt(_inner(x, x))
 
 
 def _symmetric(numerics: Numerics, on_cpu: bool) -> Product:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
-from symoptax._coefficients import DEFAULT_TABLE, coefficient_rows
+from symoptax._coefficients import coefficient_rows
 from symoptax._cost import Method, Side, check_options
 from symoptax._map import MatrixMap
 from symoptax._minimax import Row
@@ -19,7 +19,7 @@ class PolarOptions(TypedDict, total=False):
 
     steps: int
     method: Method
-    coefficients: str | Sequence[Row]
+    coefficients: str | Sequence[Row] | None
     numerics: Numerics
 
 
@@ -55,11 +55,12 @@ def _polar_map(
     *,
     steps: int,
     method: Method = "auto",
-    coefficients: str | Sequence[Row] = DEFAULT_TABLE,
+    coefficients: str | Sequence[Row] | None = None,
     numerics: Numerics = FLOAT32,
 ) -> MatrixMap:
     check_options(side, method)
-    coefficient_rows(coefficients, steps)  # raises here rather than in the first update
+    # Raises here rather than in the first update.
+    coefficient_rows(coefficients, steps, numerics.epsilon("float32"))
     stage = functools.partial(
         polar_factor,
         side=side,
