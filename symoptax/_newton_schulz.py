@@ -220,6 +220,7 @@ def _root(
 
 def _polynomial(r: Array, square: Array | None, row: Row, product: Product) -> Array:
     """Evaluate `a I + b R + c R^2 + d R^3 + e R^4`."""
+    stored, r = r.dtype, r.astype(jnp.promote_types(r.dtype, jnp.float32))
     eye = _identity(r)
     if len(row) == 2:
         return row[0] * eye + row[1] * r
@@ -231,7 +232,7 @@ def _polynomial(r: Array, square: Array | None, row: Row, product: Product) -> A
     c0, c1, c2, c3, c4 = _chebyshev(tuple(row))
     t1 = 2 * r - eye
     t2 = 8 * (square - r) + eye
-    tail = product(t2.astype(r.dtype), (2 * c3 * t1 + 2 * c4 * t2).astype(r.dtype))
+    tail = product(t2.astype(stored), (2 * c3 * t1 + 2 * c4 * t2).astype(stored))
     return (c0 - c4) * eye + (c1 - c3) * t1 + c2 * t2 + tail
 
 

@@ -14,7 +14,7 @@ from symoptax._cost import _slope_limit, gram_sizes, segments, small_products
 
 DEFAULT = "minimax_9_5_l7e-4"
 # Refused with products coarser than float32.
-SHARP = (DEFAULT, "minimax_9_l3e-3")
+SHARP = (DEFAULT, "minimax_9_l3e-3", "cans_cubic_l1e-3")
 NUMERICS = [FLOAT32, BFLOAT16, BFLOAT16_X3, Numerics(storage=jnp.bfloat16)]
 
 

@@ -33,7 +33,7 @@ NUMERICS = {
     "stored in bfloat16": Numerics(storage=jnp.bfloat16),
 }
 # Refused with products coarser than float32.
-SHARP = ("minimax_9_5_l7e-4", "minimax_9_l3e-3")
+SHARP = ("minimax_9_5_l7e-4", "minimax_9_l3e-3", "cans_cubic_l1e-3")
 CONVERGING = ("minimax_9_5_l7e-4", "minimax_9_l3e-3", "polar_express_l1e-3_s1.01")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 METHODS = ("direct", "gram", "auto")

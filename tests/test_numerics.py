@@ -10,7 +10,16 @@ import pytest
 
 import oracle
 from small_models import FAST_COMPILE
-from symoptax import BFLOAT16, BFLOAT16_X3, FLOAT32, Numerics, inverse_sqrt, polar_factor
+from symoptax import (
+    BFLOAT16,
+    BFLOAT16_X3,
+    FLOAT32,
+    Numerics,
+    cost,
+    inverse_sqrt,
+    polar_factor,
+    polar_map,
+)
 
 SAFE = "polar_express_l1e-3_s1.01"
 STORED = Numerics(storage=jnp.bfloat16)
@@ -155,3 +164,26 @@ def test_bfloat16_is_multiplied_in_every_shape(shape, numerics):
     d = jnp.asarray(oracle.normal(*shape), jnp.float32)
     update = polar_factor(d, steps=2, coefficients=SAFE, numerics=numerics)
     assert np.all(np.isfinite(update))
+
+
+@pytest.mark.parametrize("numerics", [BFLOAT16, BFLOAT16_X3, STORED], ids=["x1", "x3", "storage"])
+@pytest.mark.parametrize("table", ["minimax_9_5_l7e-4", "minimax_9_l3e-3", "cans_cubic_l1e-3"])
+def test_tables_for_float32_are_refused_below(table, numerics):
+    options = {"coefficients": table, "numerics": numerics}
+    for refused in (
+        lambda: polar_factor(jnp.eye(3), **options),
+        lambda: inverse_sqrt(jnp.eye(3), **options),
+        lambda: cost((3, 3), **options),
+        lambda: polar_map(**options),
+    ):
+        with pytest.raises(ValueError, match=f"{table}.*needs products in float32.*{SAFE}"):
+            refused()
+
+
+def test_the_default_table_is_one_that_the_numerics_bear():
+    d = jnp.asarray(oracle.conditioned(30, 8, 24), jnp.float32)
+    for numerics, table in ((BFLOAT16, SAFE), (BFLOAT16_X3, SAFE), (FLOAT32, "minimax_9_5_l7e-4")):
+        np.testing.assert_array_equal(
+            polar_factor(d, numerics=numerics),
+            polar_factor(d, numerics=numerics, coefficients=table),
+        )
