@@ -7,7 +7,6 @@ from jaxtyping import Array, Float
 
 from symoptax._map import MatrixMap, Stage
 from symoptax._symmetry import Group, Symmetry
-from symoptax._unit import unit_scale
 
 # In units of the rounding error of the largest entry.
 _RESOLUTION = 8.0
@@ -19,10 +18,13 @@ def center_rows(d: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
     Rows that are equal up to rounding give zero, lest a map that follows normalises the rounding.
     """
     resolution = _RESOLUTION * float(jnp.finfo(d.dtype).eps)
-    unit, largest = unit_scale(d)
-    centered = unit - jnp.mean(unit, axis=-2, keepdims=True)
-    resolved = jnp.max(jnp.abs(centered), axis=(-2, -1), keepdims=True) > resolution
-    return jnp.where(resolved, centered, 0) * largest
+    # Column by column first: CPUs read a matrix fastest that way.
+    low, high = (reduce(d, axis=-2, keepdims=True) for reduce in (jnp.min, jnp.max))
+    spread, largest = (
+        jnp.max(x, axis=-1, keepdims=True) for x in (high - low, jnp.maximum(high, -low))
+    )
+    mean = jnp.mean(d, axis=-2, keepdims=True)
+    return jnp.where(spread > resolution * largest, d - mean, 0)
 
 
 def center_map() -> MatrixMap:

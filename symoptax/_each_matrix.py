@@ -1,7 +1,6 @@
 """Running a kernel over a stack of matrices in the way that suits the platform."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -14,11 +13,9 @@ Stack = Float[Array, "*batch m n"]
 
 # Measured on two CPU cores: products of smaller matrices are too short to pay for a loop.
 _SMALLEST_LOOPED = 2**18
-_SMALLEST_MIRRORED = 1024
-_STRIP = 256
 
 
-def each_matrix(kernel: Callable[..., Stack], x: Stack) -> Stack:
+def each_matrix(kernel: Callable[[Stack], Stack], x: Stack) -> Stack:
     """Apply `kernel`, which treats every matrix of a stack by itself, to the stack `x`.
 
     Accelerators multiply the whole stack at once. CPUs take large matrices one after another: XLA's
@@ -26,16 +23,15 @@ def each_matrix(kernel: Callable[..., Stack], x: Stack) -> Stack:
     cache. A stack that may be spread over devices is never looped over, which would gather it.
 
     Args:
-      kernel: called as `kernel(x, on_cpu=...)` with a stack, or on CPUs a single matrix.
+      kernel: called with a stack, or on CPUs a single matrix.
       x: the stack.
     """
     m, n = x.shape[-2:]
-    batched = functools.partial(kernel, on_cpu=False)
-    looped = functools.partial(one_by_one, functools.partial(kernel, on_cpu=True))
     spread = not jax.typeof(x).sharding.mesh.empty
     if spread or m * n * min(m, n) < _SMALLEST_LOOPED:
-        return batched(x)
-    return jax.lax.platform_dependent(x, cpu=looped, default=batched)
+        return kernel(x)
+    looped = functools.partial(one_by_one, kernel)
+    return jax.lax.platform_dependent(x, cpu=looped, default=kernel)
 
 
 def one_by_one(kernel: Callable[[Stack], Stack], x: Stack) -> Stack:
@@ -45,6 +41,19 @@ def one_by_one(kernel: Callable[[Stack], Stack], x: Stack) -> Stack:
     matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     _, results = jax.lax.scan(lambda _, matrix: (None, kernel(matrix)), None, matrices, unroll=2)
     return results.reshape(x.shape)
+
+
+def written_out(x: Stack) -> Stack:
+    """Have CPUs write a transposed stack to memory, where sums over rows are ten times faster."""
+    if not jax.typeof(x).sharding.mesh.empty:
+        return x
+    return jax.lax.platform_dependent(x, cpu=_written_out, default=lambda x: x)
+
+
+def _written_out(x: Stack) -> Stack:
+    # What goes through a loop is a buffer to XLA, even if the loop is not run.
+    (never,) = _at_run_time((0,))
+    return jax.lax.fori_loop(0, never, lambda _, x: -x, x)
 
 
 def unstack(x: Float[Array, "..."]) -> Sequence[Float[Array, "..."]]:
@@ -59,28 +68,13 @@ def unstack(x: Float[Array, "..."]) -> Sequence[Float[Array, "..."]]:
 
 
 def _unstack_at_run_time(x: Array) -> tuple[Array, ...]:
-    pairs = jax.lax.optimization_barrier(tuple(np.full(2, i, np.int32) for i in range(len(x))))
-    # A reduction of constants that the barrier hides: scalars that nothing can fold into a slice.
-    positions = jax.lax.reduce(
-        pairs, (np.int32(0),) * len(x), lambda a, b: tuple(map(jnp.maximum, a, b)), (0,)
-    )
+    positions = _at_run_time(range(len(x)))
     return tuple(jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for i in positions)
 
 
-def symmetric_product(matmul: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
-    """Multiply two matrices whose product is known to be symmetric, on a CPU.
-
-    From 1024 rows on, strips of it are computed from the diagonal to the right and mirrored, which
-    saves up to half the multiplications; on smaller matrices the copies cost what is saved.
-    """
-    n = a.shape[-2]
-    if n < _SMALLEST_MIRRORED:
-        return matmul(a, b)
-    edges = [*range(0, n, _STRIP), n]
-    strips = [matmul(a[i:j], b[:, i:]) for i, j in itertools.pairwise(edges)]
-    product = jnp.zeros((n, n), strips[0].dtype)
-    for i, strip in zip(edges, strips, strict=False):
-        product = jax.lax.dynamic_update_slice(product, strip, (i, i))
-        mirrored = strip[:, _STRIP:].T
-        product = jax.lax.dynamic_update_slice(product, mirrored, (i + _STRIP, i))
-    return product
+def _at_run_time(numbers: Sequence[int]) -> Sequence[Array]:
+    """Return integers as scalars that XLA does not know: a reduction of what a barrier hides."""
+    pairs = jax.lax.optimization_barrier(tuple(np.full(2, i, np.int32) for i in numbers))
+    return jax.lax.reduce(
+        pairs, (np.int32(0),) * len(pairs), lambda a, b: tuple(map(jnp.maximum, a, b)), (0,)
+    )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from symoptax._each_matrix import unstack
+from symoptax._each_matrix import unstack, written_out
 from symoptax._map import MatrixMap
 from symoptax._paths import named_leaves
 from symoptax._view import MatrixView, as_view
@@ -60,7 +60,13 @@ def matrixwise(update_map: MatrixMap, view: ViewOrFn = None) -> optax.GradientTr
             leaf_view.open(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))
             for leaf, leaf_view in zip(leaves, views, strict=True)
         ]
-        results = iter(_apply(update_map, [stack for stacks in opened for stack in stacks]))
+        transposed = [
+            leaf_view.transposes
+            for leaf_view, stacks in zip(views, opened, strict=True)
+            for _ in stacks
+        ]
+        together = _apply(update_map, [stack for stacks in opened for stack in stacks], transposed)
+        results = iter(together)
         closed = [
             leaf_view.close([next(results) for _ in stacks], leaf.shape).astype(leaf.dtype)
             for leaf, leaf_view, stacks in zip(leaves, views, opened, strict=True)
@@ -86,17 +92,24 @@ def _check(name: str, leaf: Any, view: MatrixView | None) -> None:
         ) from error
 
 
-def _apply(update_map: MatrixMap, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+def _apply(
+    update_map: MatrixMap, stacks: Sequence[jax.Array], transposed: Sequence[bool]
+) -> list[jax.Array]:
     """Apply the map to every stack, once for all stacks of equal shape and dtype."""
+
+    def apply_alone(index: int) -> jax.Array:
+        stack = stacks[index]
+        return update_map(written_out(stack) if transposed[index] else stack)
+
     if not update_map.grouped:
-        return [update_map(stack) for stack in stacks]
+        return [apply_alone(index) for index in range(len(stacks))]
     groups: dict[Any, list[int]] = {}
     for index, stack in enumerate(stacks):
         groups.setdefault((stack.shape, stack.dtype), []).append(index)
     results: dict[int, jax.Array] = {}
     for indices in groups.values():
         if len(indices) == 1:
-            results[indices[0]] = update_map(stacks[indices[0]])
+            results[indices[0]] = apply_alone(indices[0])
         else:
             together = update_map(jnp.stack([stacks[index] for index in indices]))
             results.update(zip(indices, unstack(together), strict=True))

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from symoptax._coefficients import coefficient_rows
 from symoptax._cost import Method, Rows, Side, check_options, gram_sizes, segments
-from symoptax._each_matrix import each_matrix, one_by_one, symmetric_product
+from symoptax._each_matrix import each_matrix, one_by_one
 from symoptax._minimax import Row
 from symoptax._numerics import FLOAT32, Numerics
 from symoptax._unit import nonzero, unit_scale
@@ -133,16 +133,16 @@ def inverse_sqrt(
 def _polar_factor(
     d: Array, method: Method, on_right: bool, parts: tuple[Rows, ...], numerics: Numerics
 ) -> Array:
-    x, _ = unit_scale(d.astype(numerics.stored_as(d.dtype)))
-    x = jnp.matrix_transpose(x) if on_right else x
-    if method == "svd":
-        x = _svd_polar(x)
-    elif method == "qdwh":
-        x = one_by_one(_qdwh_polar, x)
-    else:
-        x = each_matrix(functools.partial(_iterate, parts=parts, numerics=numerics), x)
-    x = jnp.matrix_transpose(x) if on_right else x
-    return x.astype(d.dtype)
+    polar = {"svd": _svd_polar, "qdwh": functools.partial(one_by_one, _qdwh_polar)}.get(
+        method, functools.partial(_iterate, parts=parts, numerics=numerics)
+    )
+
+    def scaled(d: Array) -> Array:
+        x, _ = unit_scale(d.astype(numerics.stored_as(d.dtype)))
+        x = polar(jnp.matrix_transpose(x) if on_right else x)
+        return (jnp.matrix_transpose(x) if on_right else x).astype(d.dtype)
+
+    return scaled(d) if method in ("svd", "qdwh") else each_matrix(scaled, d)
 
 
 @functools.partial(jax.jit, static_argnames=("method", "damping", "rows", "numerics"))
@@ -152,21 +152,18 @@ def _inverse_sqrt(a: Array, method: str, damping: float, rows: Rows, numerics: N
         root = _eigh_root(x, damping)
     else:
         root = each_matrix(
-            lambda x, on_cpu: _root(
-                x, rows, numerics, x.dtype, normalise=True, damping=damping, on_cpu=on_cpu
-            ),
-            x,
+            lambda x: _root(x, rows, numerics, x.dtype, normalise=True, damping=damping), x
         )
     # Where a row of x is zero, so is the root's by convention.
     seen = jnp.any(x != 0, axis=(-2, -1), keepdims=True)
     return jnp.where(seen, root / jnp.sqrt(unit), 0).astype(a.dtype)
 
 
-def _iterate(x: Array, parts: tuple[Rows, ...], numerics: Numerics, on_cpu: bool) -> Array:
+def _iterate(x: Array, parts: tuple[Rows, ...], numerics: Numerics) -> Array:
     """Apply the steps to x, one segment after another."""
     for number, rows in enumerate(parts):
-        gram = _symmetric(numerics, on_cpu)(x, jnp.matrix_transpose(x))
-        root = _root(gram, rows, numerics, x.dtype, normalise=number == 0, on_cpu=on_cpu)
+        gram = numerics.matmul(x, jnp.matrix_transpose(x))
+        root = _root(gram, rows, numerics, x.dtype, normalise=number == 0)
         x = numerics.matmul(root, x).astype(x.dtype)
     return x
 
@@ -179,13 +176,12 @@ def _root(
     *,
     normalise: bool,
     damping: float = 0.0,
-    on_cpu: bool = False,
 ) -> Array:
     """Run a segment on `G = X X^T` and return the Q for which `Q X` has taken its steps.
 
     `normalise` scales G to eigenvalues of at most 1 for the first step; Q is for the unscaled X.
     """
-    product = _symmetric(numerics, on_cpu)
+    product = numerics.matmul
     r, square, scale = gram.astype(stored), None, 1.0
     if normalise:
         norm = nonzero(_frobenius(gram))
@@ -210,8 +206,7 @@ def _root(
         if step + 1 == len(rows):
             p = p * scale
         p = p.astype(stored)
-        # Not by halves: rounding makes this product a little asymmetric, and that part counts.
-        q = p if q is None else numerics.matmul(p, q).astype(stored)
+        q = p if q is None else product(p, q).astype(stored)
         if step + 1 < len(rows):
             r, square = product(product(p, r).astype(stored), p).astype(stored), None
     assert q is not None
@@ -269,11 +264,6 @@ def _inner(x: Array, y: Array) -> Array:
 
 def _frobenius(x: Array) -> Array:
     return jnp.sqrt(_inner(x, x))
-
-
-def _symmetric(numerics: Numerics, on_cpu: bool) -> Product:
-    """Return the product for two matrices whose product is symmetric."""
-    return numerics.matmul if not on_cpu else functools.partial(symmetric_product, numerics.matmul)
 
 
 def _svd_polar(x: Array) -> Array:

@@ -73,6 +73,11 @@ class MatrixView:
         """Whether the pattern has no `...`."""
         return ("...",) not in self._left
 
+    @property
+    def transposes(self) -> bool:
+        """Whether stacks have their axes in another order than the leaf."""
+        return [n for group in self._left for n in group] != [n for g in self._right for n in g]
+
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the shapes `(*batch, m, n)` of the stacks of a leaf, one per section."""
         return self._opening(shape).stacks

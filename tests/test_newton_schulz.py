@@ -11,7 +11,6 @@ import oracle
 from small_models import FAST_COMPILE
 from symoptax import TABLES, inverse_sqrt, polar_factor
 from symoptax._coefficients import coefficient_rows
-from symoptax._each_matrix import symmetric_product
 from symoptax._minimax import apply_rows
 from symoptax._newton_schulz import _largest_eigenvalue
 
@@ -298,20 +297,9 @@ def test_ill_conditioned_matrices_degrade_gracefully(method, condition, worst, d
 # What CPUs do with large matrices
 
 
-@pytest.mark.parametrize("n", [1000, 1281])
-def test_symmetric_products(n):
-    x = jnp.asarray(oracle.normal(n, 40), jnp.float32)
-    product, want = symmetric_product(exactly, x, x.T), exactly(x, x.T)
-    # The last strip of 1281 is a single row, which may be added up in another order.
-    np.testing.assert_allclose(product, want, rtol=0, atol=1e-5)
-    if n >= 1024:
-        np.testing.assert_array_equal(product, product.T)
-
-
 @pytest.mark.parametrize("method", ["direct", "gram"])
 @pytest.mark.parametrize("kind", ["flat, one large", "quarter large"])
 def test_large_matrices_are_as_accurate_as_small_ones(kind, method):
-    """From 1024 rows on, half of a symmetric product is mirrored."""
     quarter = np.append(np.ones(256), np.full(768, 1.001e-3))
     s = spread_out(1024).get(kind, quarter)
     d = jnp.asarray(oracle.with_spectrum(s, 1024, 1024), jnp.float32)

@@ -153,5 +153,5 @@ def test_singular_matrices(name, dtype):
     assert np.all(np.isfinite(update))
     assert np.all(np.any(update, axis=(-2, -1)))
     if "polar" in name or "hybrid" in name:
-        bound = 4.0 if name == "polar_then_row" else 1.25  # sqrt(16 rows of norm 1); 1.13 + room
+        bound = 4.0 + 1e-6 if name == "polar_then_row" else 1.25  # 16 rows of norm 1; 1.13 + room
         assert np.max(np.linalg.norm(update, ord=2, axis=(-2, -1))) <= bound
