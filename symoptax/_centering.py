@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -12,6 +13,7 @@ from symoptax._symmetry import Group, Symmetry
 _RESOLUTION = 8.0
 
 
+@jax.jit
 def center_rows(d: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
     """Subtract the mean row of each matrix: `P D = D - 1 1^T D / m`.
 

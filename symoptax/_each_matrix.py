@@ -43,6 +43,7 @@ def one_by_one(kernel: Callable[[Stack], Stack], x: Stack) -> Stack:
     return results.reshape(x.shape)
 
 
+@jax.jit
 def written_out(x: Stack) -> Stack:
     """Have CPUs write a transposed stack to memory, where sums over rows are ten times faster."""
     if not jax.typeof(x).sharding.mesh.empty:
@@ -56,6 +57,7 @@ def _written_out(x: Stack) -> Stack:
     return jax.lax.fori_loop(0, never, lambda _, x: -x, x)
 
 
+@jax.jit
 def unstack(x: Float[Array, "..."]) -> Sequence[Float[Array, "..."]]:
     """Split a stack along its first axis, in a way that compiles in no time.
 

@@ -1,5 +1,6 @@
 """Row-normalised updates: the map of embeddings, LM heads and other blocks with named rows."""
 
+import functools
 import math
 
 import jax
@@ -56,6 +57,7 @@ def sign_map() -> MatrixMap:
     )
 
 
+@functools.partial(jax.jit, static_argnames="axis")
 def normalize_rows(d: Float[Array, "*batch m n"], axis: int = -1) -> Float[Array, "*batch m n"]:
     """Divide the vectors along `axis` by their norms; zero vectors stay zero.
 

@@ -218,7 +218,7 @@ def test_a_mesh_gives_the_same_losses_and_can_be_left(run, whole, tmp_path):
         [loss or val for _, loss, val in _losses(path)] for path in (whole, tmp_path / "run")
     )
     # Sums in another order, once per step, and updates that amplify them a little.
-    np.testing.assert_allclose(one, two, rtol=1e-4)
+    np.testing.assert_allclose(one, two, rtol=3e-4)
 
 
 def test_accumulation_changes_no_losses(run, tmp_path):
