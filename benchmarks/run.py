@@ -9,6 +9,7 @@ import kernels
 import limits
 import rule
 import step
+import tables
 
 BENCHMARKS = {
     "kernels": kernels.run,
@@ -16,6 +17,7 @@ BENCHMARKS = {
     "step": step.run,
     "compile": step.run_compile,
     "limits": limits.run,
+    "tables": tables.run,
 }
 
 
