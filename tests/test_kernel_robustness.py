@@ -1,6 +1,6 @@
 """The iteration on matrices of every condition, shape and dtype, drawn by hypothesis.
 
-By default a hundred and fifty examples, always the same. `-m slow` runs 5000 with a seed that it
+By default two hundred examples, always the same. `-m slow` runs 5000 with a seed that it
 prints; ROBUSTNESS_SEED repeats one. Time goes into compiling, so a few combinations of what is
 static are drawn first, and for each of them matrices.
 """
@@ -228,7 +228,7 @@ def check_equivariance(case, stack):
     assert np.all(error <= 100 * case.epsilon * amplification(case, stack))
 
 
-@pytest.mark.parametrize("case", cases(20, seed=0), ids=str)
+@pytest.mark.parametrize("case", cases(32, seed=0), ids=str)
 def test_results_are_finite_and_bounded(case):
     try_out(check, case, examples=6)
 

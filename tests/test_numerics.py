@@ -134,8 +134,8 @@ def test_products_may_be_coarser_than_what_is_accumulated():
 @pytest.mark.parametrize("method", ["direct", "gram"])
 @pytest.mark.parametrize(
     ("numerics", "dtype"),
-    [(BFLOAT16, jnp.bfloat16), (STORED, jnp.float32)],
-    ids=["products", "storage"],
+    [(BFLOAT16, jnp.float32), (BFLOAT16, jnp.bfloat16), (STORED, jnp.float32)],
+    ids=["products", "input", "storage"],
 )
 def test_bfloat16_orthogonalises_well_conditioned_matrices(dtype, numerics, method):
     d = jnp.asarray(oracle.conditioned(10, 48, 192), dtype)

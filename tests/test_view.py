@@ -122,6 +122,15 @@ def test_open_and_close(what):
     np.testing.assert_array_equal(view.close(stacks, shape), leaf)
 
 
+def test_views_know_whether_they_transpose():
+    assert not V("... row col -> ... row col").transposes
+    assert not V("expert (a b) d -> expert a b d", sizes={"a": 2}).transposes
+    assert not V("(head k) d -> head (k d)", sizes={"k": 2}).transposes
+    assert V("d out -> out d").transposes
+    assert V("... input output -> ... output input").transposes
+    assert V("d (head k) -> head k d", sizes={"k": 2}).transposes
+
+
 def test_names_of_rows_and_columns():
     view = V("d (neuron pair) layer -> layer neuron (pair d)", sizes={"pair": 2})
     assert (view.rows, view.cols) == ("neuron", "pair d")

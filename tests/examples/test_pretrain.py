@@ -289,7 +289,6 @@ def test_an_update_that_breaks_a_symmetry_runs_when_asked(run, tmp_path):
     assert "row_norm" in (tmp_path / "run" / "report.md").read_text()
 
 
-@pytest.mark.slow
 def test_sigterm_saves_and_the_run_can_go_on(run, data_flags, tmp_path):
     flags = [f"--out_dir={tmp_path / 'run'}", *data_flags, *SMALL, "--steps=5000"]
     command = [sys.executable, str(SCRIPT), *flags]
