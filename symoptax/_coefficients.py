@@ -134,8 +134,10 @@ _FINE, _COARSE = "minimax_9_5_l7e-4", "polar_express_l1e-3_s1.01"
 _NEED_FLOAT32 = ("minimax_9_5_l7e-4", "minimax_9_l3e-3", "cans_cubic_l1e-3")
 _COARSER_THAN_FLOAT32 = 2.0**-12
 
-# A table cut short ends in the middle of its work, where singular values are up to 2.
+# A table cut short ends in the middle of its work, where singular values are up to 2. Coarse
+# products add a few of their rounding errors.
 _HIGHEST = 1.25
+_ROUNDING = 5
 
 
 def coefficient_rows(
@@ -144,7 +146,7 @@ def coefficient_rows(
     """Return the rows of `steps` steps: the first rows of the table, then its last row repeated.
 
     A named table of which so few rows are taken that they lead above 1.25 has the last of them
-    scaled down to that; rows of your own are left as they are.
+    scaled down to that, rounding included; rows of your own are left as they are.
 
     Args:
       table: a name in `TABLES`, rows of your own of two to five coefficients, or None for the
@@ -177,12 +179,13 @@ def coefficient_rows(
     if wrong := [row for row in rows if not 2 <= len(row) <= 5]:
         raise ValueError(f"Coefficient rows have two to five entries (degree 3 to 9), not {wrong}.")
     taken = tuple(tuple(float(c) for c in rows[min(step, len(rows) - 1)]) for step in range(steps))
-    return _lowered(taken) if isinstance(table, str) else taken
+    return _lowered(taken, epsilon) if isinstance(table, str) else taken
 
 
 @functools.cache
-def _lowered(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+def _lowered(rows: tuple[tuple[float, ...], ...], epsilon: float) -> tuple[tuple[float, ...], ...]:
+    limit = _HIGHEST / (1 + _ROUNDING * epsilon)
     values = np.union1d(np.linspace(0, 1, 5001), np.geomspace(1e-6, 1, 5001))
     highest = np.max(apply_rows(rows, values))
-    last = tuple(c * min(1.0, _HIGHEST / float(highest)) for c in rows[-1])
+    last = tuple(c * min(1.0, limit / float(highest)) for c in rows[-1])
     return (*rows[:-1], last)

@@ -209,3 +209,12 @@ def test_rows_of_your_own_are_taken_as_they_are():
 def test_rows_that_do_not_exist(table, steps, message):
     with pytest.raises(ValueError, match=message):
         coefficient_rows(table, steps)
+
+
+def test_coarse_products_leave_room_for_their_rounding():
+    s = singular_values(1e-3)
+    for steps in range(1, 13):
+        taken = coefficient_rows("polar_express_l1e-3_s1.01", steps, 2.0**-7)
+        assert np.max(apply_rows(taken, s)) <= 1.25 / (1 + 5 * 2.0**-7) + 1e-6
+    # Muon's own overshoot is below that.
+    assert coefficient_rows("muon_quintic", 5, 2.0**-7) == TABLES["muon_quintic"] * 5
