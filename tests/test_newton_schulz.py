@@ -46,7 +46,8 @@ def singular_values(x):
 def test_every_singular_value_goes_through_the_polynomials(x64, table, steps, method):
     s = np.geomspace(1, 1e-3, 8)
     d = jnp.asarray(oracle.with_spectrum(s, 8, 24))
-    want = apply_rows(coefficient_rows(table, steps), s / bound(s))
+    rows = coefficient_rows(table, steps, float(np.finfo(np.float64).eps))
+    want = apply_rows(rows, s / bound(s))
     polar = compiled(polar_factor, method=method, steps=steps, coefficients=table)
     got = singular_values(polar(d))
     # Float64 rounding of the Gram matrix, 1e-16, times slopes of 1500 and their square in a
