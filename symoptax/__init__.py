@@ -8,6 +8,10 @@ from symoptax._view import MatrixView
 from symoptax._layerwise import layerwise
 from symoptax._report import ReportRow, RoutingReport, routing_report
 
+# Whether the claims are true of your model and loss.
+from symoptax._audit.audit import audit
+from symoptax._audit.report import AuditReport, AuditRow
+
 # Optimizers, learning rate first.
 from symoptax._optimizers import (
     hybrid_polar_grad_m,
@@ -44,6 +48,7 @@ from symoptax._centering import center_map, centered
 from symoptax._hybrid import hybrid_map
 from symoptax._map import MatrixMap, dual_norm_scaled, scaled
 from symoptax._polar import left_polar_map, polar_map, right_polar_map
+from symoptax._row_mask import row_masked
 from symoptax._row_norm import column_norm_map, row_norm_map, sign_map
 from symoptax._scaling import shape_scale
 
@@ -53,4 +58,7 @@ from symoptax._cost import Cost, cost
 from symoptax._minimax import minimax_table
 from symoptax._newton_schulz import inverse_sqrt, polar_factor
 from symoptax._numerics import BFLOAT16, BFLOAT16_X3, FLOAT32, Numerics
-from symoptax._symmetry import Group, GroupElement, Symmetry, equivariance_error, random_element
+
+# Symmetries, and how far an update rule is from one.
+from symoptax._equivariance import EquivarianceTable, equivariance_error, equivariance_table
+from symoptax._symmetry import Group, GroupElement, Symmetry, random_element

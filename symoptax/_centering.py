@@ -1,10 +1,14 @@
 """Centering: removing the direction that adds one vector to all rows."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
 
 from symoptax._map import MatrixMap, Stage
 from symoptax._symmetry import Group, Symmetry
@@ -14,19 +18,32 @@ _RESOLUTION = 8.0
 
 
 @jax.jit
-def center_rows(d: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
+def center_rows(
+    d: Float[Array, "*batch m n"], mask: Bool[ArrayLike, "*#batch m"] | None = None
+) -> Float[Array, "*batch m n"]:
     """Subtract the mean row of each matrix: `P D = D - 1 1^T D / m`.
 
     Rows that are equal up to rounding give zero, lest a map that follows normalises the rounding.
+    With a mask, the rows where it is False give zero and count in no mean.
     """
     resolution = _RESOLUTION * float(jnp.finfo(d.dtype).eps)
+    where = None if mask is None else jnp.broadcast_to(jnp.asarray(mask)[..., None], d.shape)
+    reduced = functools.partial(_reduce_rows, d, where)
     # Column by column first: CPUs read a matrix fastest that way.
-    low, high = (reduce(d, axis=-2, keepdims=True) for reduce in (jnp.min, jnp.max))
+    low, high = reduced(jnp.min, initial=jnp.inf), reduced(jnp.max, initial=-jnp.inf)
     spread, largest = (
         jnp.max(x, axis=-1, keepdims=True) for x in (high - low, jnp.maximum(high, -low))
     )
-    mean = jnp.mean(d, axis=-2, keepdims=True)
-    return jnp.where(spread > resolution * largest, d - mean, 0)
+    keep = spread > resolution * largest
+    keep = keep if where is None else keep & where
+    return jnp.where(keep, d - reduced(jnp.mean), 0)
+
+
+def _reduce_rows(
+    d: Float[Array, "*batch m n"], where: Array | None, reduce: Callable[..., Array], **initial: Any
+) -> Float[Array, "*batch 1 n"]:
+    options = {} if where is None else {"where": where, **initial}
+    return reduce(d, axis=-2, keepdims=True, **options)
 
 
 def center_map() -> MatrixMap:

@@ -36,6 +36,7 @@ def layerwise(
     eps: float = 1e-8,
     fallback: Fallback = None,
     strict: bool = True,
+    verify: bool = False,
 ) -> optax.GradientTransformation:
     """Build the optimizer of a whole model over `optax.partition`, one group per role.
 
@@ -67,13 +68,15 @@ def layerwise(
       eps: its epsilon.
       fallback: "adamw" sends leaves that no rule matches to AdamW; None raises for them.
       strict: refuse a map that does not respect the symmetry of its role.
+      verify: measure the symmetry that each map declares instead of believing it, by
+        `equivariance_error`; takes seconds. A transformation in `updates` declares none.
 
     Returns:
       A named chain with the state of each role under `state["updates"].inner_states[role]`.
 
     Raises:
       ValueError: when built, for unknown roles or updates and, with `strict`, for a map that breaks
-        its role's symmetry; in `init`, as `route`.
+        its role's symmetry, with `verify` its own; in `init`, as `route`.
     """
 
     def transformation(recipe: Recipe) -> optax.GradientTransformation:
@@ -108,7 +111,7 @@ def layerwise(
         transformations: dict[Hashable, Any] = {str(r): build(chosen[r]) for r in present}
         return optax.partition(transformations, label_fn(rules, fallback=fallback))
 
-    chosen = recipes(updates, lr_multipliers, weight_decay, strict=strict)
+    chosen = recipes(updates, lr_multipliers, weight_decay, strict=strict, verify=verify)
     present = [r for r in Role if r == Role.OTHER or any(rule.role == r for rule in rules)]
     stages = [
         ("updates", by_role(transformation)),

@@ -10,6 +10,7 @@ import optax
 from symoptax._each_matrix import unstack, written_out
 from symoptax._map import MatrixMap
 from symoptax._paths import named_leaves
+from symoptax._row_mask import row_masked
 from symoptax._view import MatrixView, as_view
 
 ViewFn = Callable[[Any], Any]
@@ -60,12 +61,11 @@ def matrixwise(update_map: MatrixMap, view: ViewOrFn = None) -> optax.GradientTr
             leaf_view.open(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))
             for leaf, leaf_view in zip(leaves, views, strict=True)
         ]
-        transposed = [
-            leaf_view.transposes
-            for leaf_view, stacks in zip(views, opened, strict=True)
-            for _ in stacks
-        ]
-        together = _apply(update_map, [stack for stacks in opened for stack in stacks], transposed)
+        together = _apply(
+            update_map,
+            [stack for stacks in opened for stack in stacks],
+            [leaf_view for leaf_view, s in zip(views, opened, strict=True) for _ in s],
+        )
         results = iter(together)
         closed = [
             leaf_view.close([next(results) for _ in stacks], leaf.shape).astype(leaf.dtype)
@@ -93,24 +93,28 @@ def _check(name: str, leaf: Any, view: MatrixView | None) -> None:
 
 
 def _apply(
-    update_map: MatrixMap, stacks: Sequence[jax.Array], transposed: Sequence[bool]
+    update_map: MatrixMap, stacks: Sequence[jax.Array], views: Sequence[MatrixView]
 ) -> list[jax.Array]:
-    """Apply the map to every stack, once for all stacks of equal shape and dtype."""
+    """Apply the map to every stack, once for all stacks of equal shape, dtype and row mask."""
+
+    def masked(index: int) -> MatrixMap:
+        mask = views[index].row_mask(stacks[index].shape[-2])
+        return update_map if mask is None else row_masked(update_map, mask)
 
     def apply_alone(index: int) -> jax.Array:
         stack = stacks[index]
-        return update_map(written_out(stack) if transposed[index] else stack)
+        return masked(index)(written_out(stack) if views[index].transposes else stack)
 
     if not update_map.grouped:
         return [apply_alone(index) for index in range(len(stacks))]
     groups: dict[Any, list[int]] = {}
     for index, stack in enumerate(stacks):
-        groups.setdefault((stack.shape, stack.dtype), []).append(index)
+        groups.setdefault((stack.shape, stack.dtype, views[index].valid_rows), []).append(index)
     results: dict[int, jax.Array] = {}
     for indices in groups.values():
         if len(indices) == 1:
             results[indices[0]] = apply_alone(indices[0])
         else:
-            together = update_map(jnp.stack([stacks[index] for index in indices]))
+            together = masked(indices[0])(jnp.stack([stacks[index] for index in indices]))
             results.update(zip(indices, unstack(together), strict=True))
     return [results[index] for index in range(len(stacks))]

@@ -1,8 +1,7 @@
-"""Which group acts on the rows and columns of a parameter block, and whether a map respects it."""
+"""Which group acts on the rows and columns of a parameter block, and its random elements."""
 
 import dataclasses
 import enum
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -71,6 +70,11 @@ class GroupElement(NamedTuple):
     right: Float[Array, "n n"]
     shift: Float[Array, " n"]
 
+    def act(self, d: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
+        """Return `left @ D @ right` with the shift added to every row."""
+        turned = jnp.einsum("ij,...jk,kl->...il", self.left, d, self.right, precision="highest")
+        return turned + jnp.broadcast_to(self.shift, d.shape)
+
 
 def random_element(
     symmetry: Symmetry, shape: tuple[int, int], key: jax.Array, dtype: DTypeLike | None = None
@@ -84,30 +88,6 @@ def random_element(
         _random_matrix(symmetry.cols, n, right_key, dtype),
         shift,
     )
-
-
-def equivariance_error(
-    update_map: Callable[[Array], Array],
-    symmetry: Symmetry,
-    shape: tuple[int, int],
-    key: jax.Array,
-    dtype: DTypeLike | None = None,
-) -> float:
-    """Measure how far a map is from commuting with a random element of a symmetry.
-
-    Returns `max |U(g D) - g U(D)| / max |U(D)|` for one normal D of `shape` = (m, n); with
-    `symmetry.shift`, `g` also adds one vector to every row of D, and the mean row of `U(D)`, which
-    should vanish, counts as error too. Zero up to rounding for a map that commutes.
-    """
-    direction_key, element_key = jax.random.split(key)
-    direction = jax.random.normal(direction_key, shape, dtype)
-    g = random_element(symmetry, shape, element_key, dtype)
-    moved = update_map(g.left @ direction @ g.right + g.shift[None, :])
-    update = update_map(direction)
-    error = jnp.max(jnp.abs(moved - g.left @ update @ g.right))
-    if symmetry.shift:
-        error = jnp.maximum(error, jnp.max(jnp.abs(jnp.mean(update, axis=0))))
-    return float(error / jnp.max(jnp.abs(update)))
 
 
 def _random_matrix(

@@ -3,11 +3,12 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+import numpy as np
+from jaxtyping import Array, Bool, Shaped
 
 _TOKEN = re.compile(r"\.\.\.|[A-Za-z_]\w*|[()]|\S")
 
@@ -36,6 +37,8 @@ class MatrixView:
       pattern: `"left -> right"`. A leading `...` on both sides stands for any number of batch axes.
       sizes: sizes of packed axes; at most one per packed axis may be left out.
       sections: at most one axis name, with the sizes into which it is cut.
+      valid_rows: which rows exist, if not all: the number of the first ones (a vocabulary padded
+        at its end), or one boolean per row. The others get no update and count in no mean.
 
     Raises:
       ValueError: when built, for a pattern that does not parse; when applied, for a leaf whose
@@ -45,6 +48,7 @@ class MatrixView:
     pattern: str
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     sections: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict, hash=False)
+    valid_rows: int | Sequence[bool] | None = None
     _left: Axes = dataclasses.field(init=False, repr=False, compare=False)
     _right: Axes = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -56,6 +60,8 @@ class MatrixView:
             )
         object.__setattr__(self, "_left", self._parse(left))
         object.__setattr__(self, "_right", self._parse(right))
+        if self.valid_rows is not None and not isinstance(self.valid_rows, int):
+            object.__setattr__(self, "valid_rows", tuple(bool(row) for row in self.valid_rows))
         self._validate()
 
     @property
@@ -69,6 +75,16 @@ class MatrixView:
         return " ".join(self._right[-1])
 
     @property
+    def batch(self) -> tuple[str, ...]:
+        """The names of the batch axes, as in the pattern."""
+        return tuple(name for group in self._right[:-2] for name in group)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order in which the leaf is stored."""
+        return tuple(name for group in self._left for name in group)
+
+    @property
     def names_every_axis(self) -> bool:
         """Whether the pattern has no `...`."""
         return ("...",) not in self._left
@@ -76,11 +92,34 @@ class MatrixView:
     @property
     def transposes(self) -> bool:
         """Whether stacks have their axes in another order than the leaf."""
-        return [n for group in self._left for n in group] != [n for g in self._right for n in g]
+        return list(self.names) != [name for group in self._right for name in group]
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the shapes `(*batch, m, n)` of the stacks of a leaf, one per section."""
         return self._opening(shape).stacks
+
+    def row_mask(self, m: int) -> Bool[np.ndarray, " m"] | None:
+        """Return which of m rows exist, or None for all."""
+        match self.valid_rows:
+            case None:
+                return None
+            case int(count) if 0 < count <= m:
+                return np.arange(m) < count
+            case tuple(rows) if len(rows) == m and any(rows):
+                return np.array(rows)
+        raise ValueError(f"View {self.pattern!r}: valid_rows={self.valid_rows} of {m} rows.")
+
+    def locate(self, name: str, shape: Sequence[int]) -> "StoredAxis":
+        """Return where the axis `name` of the pattern lies in a stored leaf of `shape`."""
+        axis = next(i for i, group in enumerate(self._left) if name in group)
+        sizes = self._unpack(self._left[axis], shape[axis], shape)
+        place, products = list(sizes).index(name), list(sizes.values())
+        return StoredAxis(
+            axis,
+            math.prod(products[:place]),
+            tuple(self.sections.get(name, (sizes[name],))),
+            math.prod(products[place + 1 :]),
+        )
 
     def open(self, leaf: Shaped[Array, "..."]) -> list[Shaped[Array, "... _m _n"]]:
         """Open a leaf into its stacks, one per section."""
@@ -123,6 +162,7 @@ class MatrixView:
                 f"{sum(sections)}, but a leaf of shape {tuple(shape)} has {dims[axis_name]}."
             )
         parts = [{**dims, axis_name: section} for section in sections]
+        self.row_mask(math.prod(dims[name] for name in right[-2]))
         return _Opening(
             unpacked=tuple(dims.values()),
             axis=names.index(axis_name),
@@ -182,8 +222,42 @@ class MatrixView:
             problem = f"sizes name unknown axes {sorted(set(self.sizes) - set(left))}"
         elif len(self.sections) > 1 or not set(self.sections) <= set(left) - {"..."}:
             problem = f"sections must cut one named axis, got {dict(self.sections)}"
+        elif self.sections and self.valid_rows is not None:
+            problem = "valid_rows and sections do not go together"
         if problem:
             raise ValueError(f"View {self.pattern!r}: {problem}.")
+
+
+class StoredAxis(NamedTuple):
+    """A named axis inside an axis of a stored leaf, `(outer size inner)`.
+
+    Attributes:
+      axis: the position of the stored axis.
+      outer: the product of the sizes packed outside of the named axis.
+      sizes: the size of the named axis, or of each of its sections.
+      inner: the product of the sizes packed inside of it.
+    """
+
+    axis: int
+    outer: int
+    sizes: tuple[int, ...]
+    inner: int
+
+    @property
+    def length(self) -> int:
+        """The size of the whole stored axis."""
+        return self.outer * sum(self.sizes) * self.inner
+
+    def permute(
+        self, leaf: Shaped[Array, "..."], permutation_of: Callable[[int], np.ndarray]
+    ) -> Shaped[Array, "..."]:
+        """Return the leaf with the named axis permuted, each section by that of its own size."""
+        starts = np.cumsum([0, *self.sizes[:-1]])
+        order = [
+            start + permutation_of(size) for start, size in zip(starts, self.sizes, strict=True)
+        ]
+        index = np.arange(self.length).reshape(self.outer, sum(self.sizes), self.inner)
+        return jnp.take(leaf, index[:, np.concatenate(order)].ravel(), axis=self.axis)
 
 
 class _Opening(NamedTuple):
