@@ -5,6 +5,7 @@ import sys
 
 import jax
 
+import equivariance
 import kernels
 import limits
 import rule
@@ -18,6 +19,7 @@ BENCHMARKS = {
     "compile": step.run_compile,
     "limits": limits.run,
     "tables": tables.run,
+    "equivariance": equivariance.run,
 }
 
 

@@ -35,4 +35,7 @@ def test_the_test_command_is_what_ci_runs():
 
 @pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)]+)\)", TEXT))
 def test_links_lead_somewhere(path):
-    assert (REPOSITORY / path).exists()
+    file, _, heading = path.partition("#")
+    text = (REPOSITORY / file).read_text() if heading else ""
+    assert (REPOSITORY / file).exists()
+    assert not heading or heading.replace("-", " ") in text.lower()

@@ -136,7 +136,7 @@ class Layer(nnx.Module):
 
 
 class Qwen3(nnx.Module):
-    """Map token ids (batch, length) to float32 logits (batch, length, vocab)."""
+    """Map token ids (batch, length) to logits (batch, length, vocab), at least float32."""
 
     def __init__(self, config: Qwen3Config, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(0.02)
@@ -155,4 +155,4 @@ class Qwen3(nnx.Module):
             x = layer(x)
         x = self.norm(x)
         logits = self.embed.attend(x) if self.tied else self.lm_head(x)
-        return logits.astype(jnp.float32)
+        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
