@@ -1,8 +1,22 @@
 """Symmetry-compatible optimizers for JAX: each parameter block updated by the rule that fits it."""
 
 # What a parameter is: its role, and how its axes form a matrix.
-from symoptax._routing import ParamRule, Role, RoutedLeaf, Routing, label_fn, route, view_fn
+from symoptax._routing import (
+    ParamRule,
+    Role,
+    RoutedLeaf,
+    Routing,
+    RoutingError,
+    apart,
+    label_fn,
+    mask_fn,
+    route,
+    view_fn,
+)
 from symoptax._view import MatrixView
+
+# Rule tables of public model libraries.
+from symoptax import routes
 
 # The whole stack, and what it will do.
 from symoptax._layerwise import layerwise

@@ -23,7 +23,8 @@ def center_rows(
 ) -> Float[Array, "*batch m n"]:
     """Subtract the mean row of each matrix: `P D = D - 1 1^T D / m`.
 
-    Rows that are equal up to rounding give zero, lest a map that follows normalises the rounding.
+    Rows that are equal up to rounding give zero, lest a map that follows normalises the rounding;
+    NaN and infinity do not count as equal, and show.
     With a mask, the rows where it is False give zero and count in no mean.
     """
     resolution = _RESOLUTION * float(jnp.finfo(d.dtype).eps)
@@ -34,7 +35,7 @@ def center_rows(
     spread, largest = (
         jnp.max(x, axis=-1, keepdims=True) for x in (high - low, jnp.maximum(high, -low))
     )
-    keep = spread > resolution * largest
+    keep = ~((spread <= resolution * largest) & jnp.isfinite(largest))
     keep = keep if where is None else keep & where
     return jnp.where(keep, d - reduced(jnp.mean), 0)
 

@@ -164,19 +164,21 @@ def coefficient_rows(
     """
     if table is None:
         table = _COARSE if epsilon > _COARSER_THAN_FLOAT32 else _FINE
-    if isinstance(table, str) and table not in TABLES:
-        raise ValueError(f"coefficients={table!r} is unknown; choose from {sorted(TABLES)}.")
+    if not np.iterable(table) or (isinstance(table, str) and table not in TABLES):
+        raise ValueError(
+            f"coefficients={table!r} is unknown; choose from {sorted(TABLES)}, or pass rows."
+        )
     if isinstance(table, str) and table in _NEED_FLOAT32 and epsilon > _COARSER_THAN_FLOAT32:
         raise ValueError(
             f"coefficients={table!r} needs products in float32, not with a rounding error of "
             f"{epsilon:.1g}; leave coefficients out, or choose {_COARSE!r}."
         )
     rows = TABLES[table] if isinstance(table, str) else tuple(table)
-    if steps < 1 or not rows:
+    if not isinstance(steps, int | np.integer) or steps < 1 or not rows:
         raise ValueError(
-            f"steps={steps} with {len(rows)} coefficient rows: need at least 1 of each."
+            f"steps={steps!r} with {len(rows)} coefficient rows: need whole numbers, at least 1."
         )
-    if wrong := [row for row in rows if not 2 <= len(row) <= 5]:
+    if wrong := [row for row in rows if np.ndim(row) != 1 or not 2 <= len(row) <= 5]:
         raise ValueError(f"Coefficient rows have two to five entries (degree 3 to 9), not {wrong}.")
     taken = tuple(tuple(float(c) for c in rows[min(step, len(rows) - 1)]) for step in range(steps))
     return _lowered(taken, epsilon) if isinstance(table, str) else taken

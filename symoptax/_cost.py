@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from symoptax._coefficients import coefficient_rows
 from symoptax._minimax import Row, apply_rows
-from symoptax._numerics import FLOAT32, Numerics
+from symoptax._numerics import FLOAT32, Numerics, check_numerics
 
 Side = Literal["left", "right", "auto"]
 Method = Literal["auto", "direct", "gram", "svd", "qdwh"]
@@ -94,7 +94,7 @@ def cost(
     >>> print(cost((4, 512, 1536)))
     gram, steps 5: 2 long and 18 small products, 12.9 G multiplications, 320 MiB moved
     """
-    check_options(side, method)
+    check_options(side, method, numerics)
     if method in ("svd", "qdwh"):
         raise ValueError(f"method={method!r} has no fixed number of products.")
     epsilon = numerics.epsilon(dtype)
@@ -116,12 +116,13 @@ def cost(
     )
 
 
-def check_options(side: str, method: str) -> None:
-    """Raise ValueError for a side or method that does not exist."""
+def check_options(side: str, method: str, numerics: Numerics) -> None:
+    """Raise for a side or method that does not exist, or numerics that are none."""
     if side not in ("left", "right", "auto"):
         raise ValueError(f"side={side!r} is unknown; choose 'left', 'right' or 'auto'.")
     if method not in ("auto", "direct", "gram", "svd", "qdwh"):
         raise ValueError(f"method={method!r} is unknown; choose auto, direct, gram, svd or qdwh.")
+    check_numerics(numerics)
 
 
 def gram_sizes(m: int, n: int, side: Side) -> tuple[int, int]:

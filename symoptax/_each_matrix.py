@@ -15,6 +15,12 @@ Stack = Float[Array, "*batch m n"]
 _SMALLEST_LOOPED = 2**18
 
 
+def check_stack(d: Array) -> None:
+    """Raise ValueError for what is no stack of real matrices."""
+    if d.ndim < 2 or not jnp.issubdtype(d.dtype, jnp.floating):
+        raise ValueError(f"Need real floating matrices [..., m, n], got {d.dtype}{list(d.shape)}.")
+
+
 def each_matrix(kernel: Callable[[Stack], Stack], x: Stack) -> Stack:
     """Apply `kernel`, which treats every matrix of a stack by itself, to the stack `x`.
 

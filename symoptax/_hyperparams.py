@@ -2,9 +2,12 @@
 
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, get_args
 
+import jax
+import numpy as np
 from jax.core import Tracer
 
 P = ParamSpec("P")
@@ -54,6 +57,15 @@ def _hidden(factory: Callable[..., Any], names: Sequence[str]) -> str:
         elif name not in names:
             hidden.append(name)
     return ", ".join(hidden) or "none"
+
+
+def check_numbers(**values: Any) -> None:
+    """Raise TypeError for a hyperparameter that is no number; a learning rate may be a schedule."""
+    for name, value in values.items():
+        schedule = name == "learning_rate" and callable(value)
+        if not schedule and not isinstance(value, numbers.Real | np.ndarray | jax.Array):
+            need = "a number or a schedule" if name == "learning_rate" else "a number"
+            raise TypeError(f"{name}={value!r}: need {need}.")
 
 
 def surely_zero(value: Any) -> bool:

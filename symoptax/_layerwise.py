@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from symoptax._hyperparams import injectable
+from symoptax._hyperparams import check_numbers, injectable
 from symoptax._map import scaled
 from symoptax._matrixwise import matrixwise
 from symoptax._momentum import momentum
@@ -14,12 +14,13 @@ from symoptax._recipes import Recipe, Update, recipes
 from symoptax._routing import Fallback, ParamRule, Role, label_fn, view_fn
 from symoptax._scaling import ScaleRule
 from symoptax._weight_decay import Mask, add_weight_decay
+from symoptax.routes._auto import Rules, for_each_tree
 
 
 @injectable("learning_rate", "rules", "beta")
 def layerwise(
     learning_rate: optax.ScalarOrSchedule,
-    rules: Sequence[ParamRule],
+    rules: Rules,
     beta: float | jax.Array = 0.95,
     *,
     updates: Mapping[Any, Update] | None = None,
@@ -46,7 +47,9 @@ def layerwise(
 
     Args:
       learning_rate: a number or a schedule.
-      rules: what each parameter is; see `route`.
+      rules: what each parameter is; see `route`. "auto" finds them in `symoptax.routes` by the
+        parameter tree, and `routing_report` says which it took; a function from the tree to rules,
+        such as `routes.maxtext.rules`, is called with it.
       beta: decay rate of the momentum of the matrix roles.
       updates: role -> update, where it differs from the default: the name of a map ("row_norm",
         "centered_hybrid", ...), "adamw", "frozen", a `MatrixMap`, or a transformation without
@@ -78,8 +81,9 @@ def layerwise(
       ValueError: when built, for unknown roles or updates and, with `strict`, for a map that breaks
         its role's symmetry, with `verify` its own; in `init`, as `route`.
     """
+    chosen = recipes(updates, lr_multipliers, weight_decay, strict=strict, verify=verify)
 
-    def transformation(recipe: Recipe) -> optax.GradientTransformation:
+    def transformation(recipe: Recipe, rules: Sequence[ParamRule]) -> optax.GradientTransformation:
         if recipe.name == "frozen":
             return optax.set_to_zero()
         if recipe.transformation is not None:
@@ -105,18 +109,19 @@ def layerwise(
     def late_decay(recipe: Recipe) -> optax.GradientTransformation:
         return add_weight_decay(-recipe.weight_decay, mask, cautious=cautious)
 
-    def by_role(
-        build: Callable[[Recipe], optax.GradientTransformation],
-    ) -> optax.GradientTransformation:
-        transformations: dict[Hashable, Any] = {str(r): build(chosen[r]) for r in present}
-        return optax.partition(transformations, label_fn(rules, fallback=fallback))
+    def build(rules: Sequence[ParamRule]) -> optax.GradientTransformation:
+        present = [r for r in Role if r == Role.OTHER or any(rule.role == r for rule in rules)]
 
-    chosen = recipes(updates, lr_multipliers, weight_decay, strict=strict, verify=verify)
-    present = [r for r in Role if r == Role.OTHER or any(rule.role == r for rule in rules)]
-    stages = [
-        ("updates", by_role(transformation)),
-        ("learning_rate", optax.scale_by_learning_rate(learning_rate)),
-    ]
-    if independent_decay:
-        stages.append(("independent_decay", by_role(late_decay)))
-    return optax.named_chain(*stages)
+        def by_role(each: Callable[[Recipe], Any]) -> optax.GradientTransformation:
+            transformations: dict[Hashable, Any] = {str(r): each(chosen[r]) for r in present}
+            return optax.partition(transformations, label_fn(rules, fallback=fallback))
+
+        stages = [
+            ("updates", by_role(lambda recipe: transformation(recipe, rules))),
+            ("learning_rate", optax.scale_by_learning_rate(learning_rate)),
+        ]
+        if independent_decay:
+            stages.append(("independent_decay", by_role(late_decay)))
+        return optax.named_chain(*stages)
+
+    return build(rules) if isinstance(rules, list | tuple) else for_each_tree(build, rules)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
-from symoptax._hyperparams import surely_nonzero, surely_zero
+from symoptax._each_matrix import check_stack
+from symoptax._hyperparams import check_numbers, surely_nonzero, surely_zero
 from symoptax._scaling import ScaleRule, ShapeScale, dual_norm_power, shape_scale
 from symoptax._symmetry import Symmetry
 
@@ -38,10 +39,22 @@ class MatrixMap:
     grouped: bool = False
 
     def __call__(self, d: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
-        """Apply the map to a stack of matrices."""
+        """Apply the map to a stack of matrices; one without entries is returned as it is.
+
+        Raises:
+          ValueError: for what is no stack of real matrices, or a stage that changes the shape.
+        """
+        check_stack(d)
+        if d.size == 0:
+            return d
         update = d
         for stage in self.stages:
             update = stage(update)
+        if update.shape != d.shape:
+            raise ValueError(
+                f"The map {self.name!r} makes {list(update.shape)} of {list(d.shape)}: a stage has "
+                "to keep the shape."
+            )
         return update if self.scale is None else self.scale(*d.shape[-2:]) * update
 
 
@@ -51,10 +64,14 @@ def dual_norm_scaled(update_map: MatrixMap, alpha: float | jax.Array) -> MatrixM
     Apply it before `centered`, and to the polar step of a hybrid by `hybrid_map(alpha)`.
 
     Raises:
-      ValueError: for a map of several stages, whose dual norm is not the one of its polar step.
+      ValueError: for a map of several stages, whose dual norm is not the one of its polar step, or
+        a negative alpha, which makes NaN of a zero matrix.
 
     Source: Lau, Long and Su (2025), arXiv 2505.21799.
     """
+    check_numbers(alpha=alpha)
+    if isinstance(alpha, int | float) and not alpha >= 0:
+        raise ValueError(f"alpha={alpha}: the power of the dual norm has to be at least 0.")
     if surely_zero(alpha):
         return update_map
     if len(update_map.stages) > 1:
@@ -78,7 +95,10 @@ def scaled(update_map: MatrixMap, rule: ScaleRule | None) -> MatrixMap:
 
     Raises:
       ValueError: as `shape_scale`, and for a map that has a scale already.
+      TypeError: for what is no map.
     """
+    if not isinstance(update_map, MatrixMap):
+        raise TypeError(f"update_map={update_map!r}: need a MatrixMap, such as polar_map().")
     if rule is None:
         return update_map
     if update_map.scale is not None:

@@ -21,9 +21,9 @@ from jaxtyping import Array, Float
 
 from symoptax._coefficients import coefficient_rows
 from symoptax._cost import Method, Rows, Side, check_options, gram_sizes, segments
-from symoptax._each_matrix import each_matrix, one_by_one
+from symoptax._each_matrix import check_stack, each_matrix, one_by_one
 from symoptax._minimax import Row
-from symoptax._numerics import FLOAT32, Numerics
+from symoptax._numerics import FLOAT32, Numerics, check_numerics
 from symoptax._unit import nonzero, unit_scale
 
 Product = Callable[[Array, Array], Array]
@@ -69,15 +69,14 @@ def polar_factor(
     >>> polar_factor(jnp.array([[0.0, 3.0], [-2.0, 0.0]]), method="svd").tolist()
     [[0.0, 1.0], [-1.0, 0.0]]
     """
-    check_options(side, method)
-    if d.ndim < 2 or not jnp.issubdtype(d.dtype, jnp.floating):
-        raise ValueError(f"Need real floating matrices [..., m, n], got {d.dtype}{list(d.shape)}.")
+    check_options(side, method, numerics)
+    check_stack(d)
     epsilon = numerics.epsilon(d.dtype)
     rows = coefficient_rows(coefficients, steps, epsilon)
     k, length = gram_sizes(d.shape[-2], d.shape[-1], side)
     parts = segments(rows, k, length, method, epsilon)
     on_right = side == "right" or (side == "auto" and k < d.shape[-2])
-    return _polar_factor(d, method, on_right, parts, numerics)
+    return _polar_factor(d, method, on_right, parts, numerics) if d.size else d
 
 
 def inverse_sqrt(
@@ -120,13 +119,14 @@ def inverse_sqrt(
         raise ValueError(f"Need real floating matrices [..., n, n], got {a.dtype}{list(a.shape)}.")
     if method not in ("newton_schulz", "eigh"):
         raise ValueError(f"method={method!r} is unknown; choose newton_schulz or eigh.")
+    check_numerics(numerics)
     epsilon = numerics.epsilon(a.dtype)
     rows = coefficient_rows(coefficients, steps, epsilon)
     least = 8 * epsilon if method == "newton_schulz" else 0.0
     damping = 2 * least if damping is None else damping
     if damping < least:
         raise ValueError(f"damping={damping} for {method}: need at least {least:.1g}.")
-    return _inverse_sqrt(a, method, damping, rows, numerics)
+    return _inverse_sqrt(a, method, damping, rows, numerics) if a.size else a
 
 
 @functools.partial(jax.jit, static_argnames=("method", "on_right", "parts", "numerics"))

@@ -42,6 +42,8 @@ class Numerics:
                 raise ValueError(f"Numerics.{name}={dtype}: need a floating dtype.")
         if self.storage is not None and jnp.finfo(self.storage).maxexp < jnp.finfo("f4").maxexp:
             raise ValueError(f"Numerics.storage={self.storage}: Gram matrices overflow there.")
+        if not isinstance(self.precision, jax.lax.Precision):
+            raise ValueError(f"Numerics.precision={self.precision!r}: need a jax.lax.Precision.")
 
     def stored_as(self, dtype: DTypeLike) -> jnp.dtype:
         """Return the dtype of the iterates for an input of the given dtype."""
@@ -78,6 +80,12 @@ class Numerics:
         if stored == jnp.float32:
             coarsest = max(coarsest, _PRECISION_EPSILON[self.precision])
         return coarsest
+
+
+def check_numerics(numerics: Numerics) -> None:
+    """Raise TypeError for what is no `Numerics`, such as the name of a dtype."""
+    if not isinstance(numerics, Numerics):
+        raise TypeError(f"numerics={numerics!r}: need a Numerics, such as symoptax.BFLOAT16.")
 
 
 # float32, TF32, and bfloat16.

@@ -19,7 +19,7 @@ import optax
 from symoptax._centering import centered as centered_map
 from symoptax._cost import Method
 from symoptax._hybrid import Order, hybrid_map
-from symoptax._hyperparams import injectable, surely_nonzero
+from symoptax._hyperparams import check_numbers, injectable, surely_nonzero
 from symoptax._map import MatrixMap, dual_norm_scaled, scaled
 from symoptax._matrixwise import ViewOrFn, matrixwise
 from symoptax._minimax import Row
@@ -90,7 +90,12 @@ def matrix_optimizer(
     Returns:
       A named chain: the state is a dictionary with the keys momentum, update, weight_decay,
       learning_rate and independent_decay.
+
+    Raises:
+      TypeError: for a hyperparameter that is no number, or no map.
+      ValueError: as `momentum`, `scaled` and `matrixwise`.
     """
+    check_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
     early, late = (0.0, weight_decay) if independent_decay else (weight_decay, 0.0)
     return optax.named_chain(
         ("momentum", momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)),
@@ -258,6 +263,7 @@ def scion(
     Source: Pethick et al. (2025), "Training deep learning models with norm-constrained LMOs",
     arXiv 2502.07529.
     """
+    check_numbers(radius=radius)
     default_view = None if norm == "embedding" else FLAX_KERNEL
     numerics, rest = _split(options, view=default_view)
     balls: dict[str, tuple[MatrixMap, Callable[[int, int], float]]] = {

@@ -58,7 +58,7 @@ def _polar_map(
     coefficients: str | Sequence[Row] | None = None,
     numerics: Numerics = FLOAT32,
 ) -> MatrixMap:
-    check_options(side, method)
+    check_options(side, method, numerics)
     # Raises here rather than in the first update.
     coefficient_rows(coefficients, steps, numerics.epsilon("float32"))
     stage = functools.partial(

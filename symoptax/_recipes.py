@@ -10,6 +10,7 @@ import optax
 from symoptax._centering import centered
 from symoptax._equivariance import equivariance_error
 from symoptax._hybrid import hybrid_map
+from symoptax._hyperparams import check_numbers
 from symoptax._map import MatrixMap
 from symoptax._polar import left_polar_map, polar_map, right_polar_map
 from symoptax._routing import Role
@@ -86,6 +87,7 @@ def recipes(
     """
     chosen: dict[Role, Update] = {**DEFAULT_UPDATES, **_by_role("updates", updates or {})}
     multipliers = _by_role("lr_multipliers", lr_multipliers or {})
+    check_numbers(**{f"lr_multipliers[{str(role)!r}]": m for role, m in multipliers.items()})
     if isinstance(weight_decay, Mapping):
         decays = _by_role("weight_decay", weight_decay)
         if own := [str(r) for r in decays if isinstance(chosen[r], optax.GradientTransformation)]:
@@ -165,6 +167,8 @@ def _hint(needed: Symmetry, offered: Symmetry) -> str:
 
 
 def _by_role(option: str, values: Mapping[Any, Any]) -> dict[Role, Any]:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{option}={values!r}: need a mapping from roles.")
     unknown = [key for key in values if key not in list(Role)]
     if unknown:
         raise ValueError(f"{option} names unknown roles {unknown}; choose from {', '.join(Role)}.")

@@ -12,8 +12,9 @@ import optax
 from symoptax._map import scaled
 from symoptax._paths import matches
 from symoptax._recipes import Recipe, Update, recipes
-from symoptax._routing import Fallback, ParamRule, Role, RoutedLeaf, Routing, route
+from symoptax._routing import Fallback, Role, RoutedLeaf, Routing, route
 from symoptax._scaling import ScaleRule
+from symoptax.routes._auto import Rules, rules_for
 
 _HEADER = ("leaf", "shape", "role", "view", "symmetry", "update", "scale", "lr x", "state")
 
@@ -40,6 +41,7 @@ class RoutingReport:
     rows: tuple[ReportRow, ...]
     adamw_bytes: int
     unused_rules: tuple[str, ...]
+    library: str = ""
 
     @property
     def state_bytes(self) -> int:
@@ -56,13 +58,16 @@ class RoutingReport:
             f"{len(self.rows)} leaves; state {_bytes(self.state_bytes)}, {share:.2f} of AdamW's "
             f"{_bytes(self.adamw_bytes)}"
         )
+        if self.library:
+            tied = any(row.role == Role.TIED_EMBEDDING for row in self.rows)
+            lines.append(f"rules of {self.library}; {'tied' if tied else 'not tied'}")
         lines += [f"rule {pattern!r} matches no leaf" for pattern in self.unused_rules]
         return "\n".join(line.rstrip() for line in lines)
 
 
 def routing_report(
     params: Any,
-    rules: Sequence[ParamRule],
+    rules: Rules,
     *,
     updates: Mapping[Any, Update] | None = None,
     lr_multipliers: Mapping[Any, float] | None = None,
@@ -86,6 +91,7 @@ def routing_report(
     Raises:
       ValueError: as `layerwise` and `route`.
     """
+    library, rules = rules_for(params, rules)
     routing = route(params, rules, fallback=fallback)
     by_role = recipes(updates, lr_multipliers, 0.0, strict=strict)
     rows = [
@@ -93,9 +99,11 @@ def routing_report(
         for index, leaf in enumerate(routing.leaves)
     ]
     names = [leaf.path for leaf in routing.leaves]
-    unused = [r.pattern for r in rules if not any(matches(r.pattern, name) for name in names)]
+    # The tables of whole libraries have rules for all of their models.
+    mine = [] if library else rules
+    unused = [r.pattern for r in mine if not any(matches(r.pattern, name) for name in names)]
     adamw = sum(2 * _state_bytes(leaf, None) for leaf in routing.leaves)
-    return RoutingReport(tuple(rows), adamw, tuple(unused))
+    return RoutingReport(tuple(rows), adamw, tuple(unused), library)
 
 
 def _row(leaf: RoutedLeaf, recipe: Recipe, scale: ScaleRule | None, state_bytes: int) -> ReportRow:
@@ -118,7 +126,8 @@ def _scale(recipe: Recipe, stacks: Sequence[tuple[int, ...]], rule: ScaleRule | 
     if recipe.map is None:
         return ""
     factor = scaled(recipe.map, None if recipe.map.scale else rule).scale or (lambda m, n: 1.0)
-    return " + ".join(dict.fromkeys(f"{factor(*stack[-2:]):.3g}" for stack in stacks))
+    filled = [stack for stack in stacks if math.prod(stack)]
+    return " + ".join(dict.fromkeys(f"{factor(*stack[-2:]):.3g}" for stack in filled))
 
 
 def _recipe_bytes(

@@ -12,6 +12,10 @@ from symoptax._view import MatrixView
 Fallback = Literal["adamw"] | None
 
 
+class RoutingError(ValueError):
+    """A parameter tree that rules do not fit."""
+
+
 class Role(enum.StrEnum):
     """What a parameter does in the network, which decides the group that acts on it.
 
@@ -56,15 +60,18 @@ class ParamRule:
     Args:
       pattern: whole path segments: `*` within one, `**` any number, `{a,b}` either.
       role: a `Role` or its name.
-      view: a `MatrixView` or its pattern, naming every axis; none for the role "other".
+      view: a `MatrixView` or its pattern, naming every axis; none for the role "other". Several for
+        leaves that a library stores with more or fewer axes, as with scanned layers: the one with
+        as many axes as the leaf is taken.
 
     Raises:
-      ValueError: unknown role, a matrix role without a view, or a view with `...`.
+      ValueError: unknown role, a matrix role without a view, a view with `...`, or two views with
+        equally many axes.
     """
 
     pattern: str
     role: Role | str
-    view: MatrixView | str | None = None
+    view: MatrixView | str | Sequence[MatrixView | str] | None = None
 
     def __post_init__(self) -> None:
         if self.role not in list(Role):
@@ -72,19 +79,34 @@ class ParamRule:
                 f"Rule {self.pattern!r}: role {self.role!r} is none of {', '.join(Role)}."
             )
         object.__setattr__(self, "role", Role(self.role))
-        if isinstance(self.view, str):
-            object.__setattr__(self, "view", MatrixView(self.view))
-        if (self.role == Role.OTHER) != (self.view is None):
+        given: Any = self.view if isinstance(self.view, list | tuple) else [self.view]
+        views = tuple(MatrixView(v) if isinstance(v, str) else v for v in given if v is not None)
+        object.__setattr__(self, "view", views if len(views) > 1 else next(iter(views), None))
+        if (self.role == Role.OTHER) != (not views):
             raise ValueError(
                 f"Rule {self.pattern!r}: role {self.role!r} "
-                + ("takes no view." if self.view else "needs a view, such as 'd out -> out d'.")
+                + ("takes no view." if views else "needs a view, such as 'd out -> out d'.")
             )
-        if isinstance(self.view, MatrixView) and not self.view.names_every_axis:
-            raise ValueError(
-                f"Rule {self.pattern!r}: name every axis of {self.view.pattern!r} instead of "
-                "'...'; an axis too many is then an error and not a silent batch axis."
-            )
+        for view in views:
+            if not view.names_every_axis:
+                raise ValueError(
+                    f"Rule {self.pattern!r}: name every axis of {view.pattern!r} instead of "
+                    "'...'; an axis too many is then an error and not a silent batch axis."
+                )
+        if len({view.ndim for view in views}) < len(views):
+            raise ValueError(f"Rule {self.pattern!r}: two views have equally many axes.")
         matches(self.pattern, "")  # raises for a pattern that does not parse
+
+    @property
+    def views(self) -> tuple[MatrixView, ...]:
+        """All views of the rule, none for the role "other"."""
+        views = self.view if isinstance(self.view, tuple) else (self.view,)
+        return tuple(view for view in views if isinstance(view, MatrixView))
+
+    def view_for(self, shape: Sequence[int] | None) -> MatrixView | None:
+        """Return the view of a leaf of this shape: the only one, or that of as many axes."""
+        fitting = [v for v in self.views if shape is not None and v.ndim == len(shape)]
+        return next(iter(fitting or self.views), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +154,8 @@ def route(params: Any, rules: Sequence[ParamRule], *, fallback: Fallback = None)
       fallback: "adamw" gives leaves that no rule matches the role "other"; None raises for them.
 
     Raises:
-      ValueError: leaves that no rule, or more than one, matches, or whose shape does not fit the
-        view; the message lists each with path, shape and mend.
+      RoutingError: (a ValueError) leaves that no rule, or more than one, matches, or whose shape
+        does not fit the view; the message lists each with path, shape and mend.
     """
     if fallback not in (None, "adamw"):
         raise ValueError(f"fallback={fallback!r} is unknown; choose 'adamw' or None.")
@@ -146,7 +168,7 @@ def route(params: Any, rules: Sequence[ParamRule], *, fallback: Fallback = None)
         else:
             leaves.append(result)
     if problems:
-        raise ValueError("Cannot route the parameters:\n" + "\n".join(f"  {p}" for p in problems))
+        raise RoutingError("Cannot route the parameters:\n" + "\n".join(f"  {p}" for p in problems))
     return Routing(tuple(leaves), structure)
 
 
@@ -158,6 +180,36 @@ def label_fn(rules: Sequence[ParamRule], *, fallback: Fallback = None) -> Callab
 def view_fn(rules: Sequence[ParamRule], *, fallback: Fallback = None) -> Callable[[Any], Any]:
     """Return the function from a parameter tree to its tree of views, for `view=`."""
     return lambda params: route(params, rules, fallback=fallback).views
+
+
+def mask_fn(
+    rules: Sequence[ParamRule], *roles: Role | str, fallback: Fallback = None
+) -> Callable[[Any], Any]:
+    """Return the function from a parameter tree to the mask of the leaves that have these roles.
+
+    Without roles, of all leaves that are matrices: the usual mask of weight decay.
+    """
+    chosen = {Role(role) for role in roles} or set(Role) - {Role.OTHER}
+
+    def mask(params: Any) -> Any:
+        routing = route(params, rules, fallback=fallback)
+        return routing.structure.unflatten([leaf.role in chosen for leaf in routing.leaves])
+
+    return mask
+
+
+def apart(rules: Sequence[ParamRule], name: str = "head") -> list[ParamRule]:
+    """Return the rules with an axis that views pack into rows or columns as a batch axis.
+
+    So attention is updated head by head, as the authors of the update rules do. Views that do not
+    name the axis stay as they are.
+    """
+    return [
+        dataclasses.replace(
+            rule, view=[v.apart(name) if name in v.names else v for v in rule.views] or None
+        )
+        for rule in rules
+    ]
 
 
 def _route_leaf(
@@ -174,8 +226,7 @@ def _route_leaf(
             f"{name} {shape}: no rule matches; add ParamRule({name!r}, role, view), "
             'or pass fallback="adamw" to give such leaves to AdamW.'
         )
-    role, view = (Role(found[0].role), found[0].view) if found else (Role.OTHER, None)
-    assert not isinstance(view, str)
+    role, view = (Role(found[0].role), found[0].view_for(shape)) if found else (Role.OTHER, None)
     if view is not None and shape is not None:
         try:
             view.shapes(shape)

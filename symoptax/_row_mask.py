@@ -23,9 +23,17 @@ def row_masked(
     Args:
       update_map: the map; stages of your own see zeros in the masked rows.
       mask: one boolean per row, for all matrices of a stack or for each.
+
+    Raises:
+      ValueError: when the map is applied, for a mask of another length or of no booleans.
     """
 
     def only(d: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
+        if mask.dtype != bool or mask.shape[-1:] != d.shape[-2:-1]:
+            raise ValueError(
+                f"A row mask {mask.dtype}{list(mask.shape)} for matrices {list(d.shape)}: need one "
+                "boolean per row."
+            )
         return jnp.where(jnp.asarray(mask)[..., None], d, 0)
 
     def masked(stage: Stage) -> Stage:

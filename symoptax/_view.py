@@ -84,6 +84,26 @@ class MatrixView:
         """All names, in the order in which the leaf is stored."""
         return tuple(name for group in self._left for name in group)
 
+    def apart(self, name: str) -> "MatrixView":
+        """Return the view with an axis that was packed in rows or columns as a batch axis.
+
+        >>> MatrixView("d head k -> (head k) d").apart("head").pattern
+        'd head k -> head k d'
+        """
+        if name not in (*self._right[-2], *self._right[-1]):
+            return self
+        sides = [[n for n in side if n != name] for side in self._right[-2:]]
+        if not all(sides):
+            raise ValueError(f"View {self.pattern!r}: {name!r} is all of its rows or columns.")
+        right = [*self.batch, name, *(_in_print(side) for side in sides)]
+        pattern = f"{self.pattern.partition('->')[0].strip()} -> {' '.join(right)}"
+        return dataclasses.replace(self, pattern=pattern)
+
+    @property
+    def ndim(self) -> int:
+        """How many axes a leaf has for this view, where it names every axis."""
+        return len(self._left)
+
     @property
     def names_every_axis(self) -> bool:
         """Whether the pattern has no `...`."""
@@ -276,6 +296,10 @@ def _number_batch(axes: Axes, count: int) -> Axes:
     if axes[0] != ("...",):
         return axes
     return (*((f"...{i}",) for i in range(count)), *axes[1:])
+
+
+def _in_print(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"({' '.join(names)})"
 
 
 AS_STORED = MatrixView("... row col -> ... row col")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from symoptax._hyperparams import surely_zero
+from symoptax._hyperparams import check_numbers, surely_zero
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -28,10 +28,12 @@ def add_weight_decay(
         decay acts on it.
 
     Raises:
-      ValueError: in `update` without `params`, optax's own error.
+      ValueError: in `update` without `params`, or for a mask that does not fit, optax's own error.
+      TypeError: for a coefficient that is no number.
 
     Source of the cautious form: Chen et al. (2025), arXiv 2510.12402.
     """
+    check_numbers(weight_decay=weight_decay)
     if surely_zero(weight_decay):
         return optax.identity()
     if not cautious:

@@ -1,6 +1,5 @@
 """Is each claimed symmetry true of this model and loss? Measured on them, without training."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,14 +12,15 @@ from symoptax._audit.report import AuditReport, AuditRow
 from symoptax._audit.rotation import rotation_rows
 from symoptax._audit.shift import shift_rows
 from symoptax._audit.sides import side_rows
-from symoptax._routing import Fallback, ParamRule, route
+from symoptax._routing import Fallback, route
+from symoptax.routes._auto import Rules, rules_for
 
 
 def audit(
     loss_fn: LossFn,
     params: Any,
     batch: Any,
-    rules: Sequence[ParamRule],
+    rules: Rules,
     *,
     key: jax.Array | None = None,
     fallback: Fallback = None,
@@ -59,7 +59,7 @@ def audit(
       ValueError: as `route`; for a loss that is no real scalar, not finite, or random.
     """
     key = jax.random.key(0) if key is None else key
-    routing = route(params, rules, fallback=fallback)
+    routing = route(params, rules_for(params, rules)[1], fallback=fallback)
     probe = Probe(loss_fn, params, batch, key)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     rows: list[AuditRow] = []
