@@ -1,6 +1,7 @@
 """The routing report: what will happen to every leaf, to be read before training."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -63,6 +64,15 @@ class RoutingReport:
             lines.append(f"rules of {self.library}; {'tied' if tied else 'not tied'}")
         lines += [f"rule {pattern!r} matches no leaf" for pattern in self.unused_rules]
         return "\n".join(line.rstrip() for line in lines)
+
+    def to_json(self) -> str:
+        """Return the report as JSON: `{"library": ..., "rows": [{"leaf": ..., ...}, ...], ...}`."""
+        return json.dumps(dataclasses.asdict(self) | {"state_bytes": self.state_bytes}, indent=1)
+
+    def to_markdown(self) -> str:
+        """Return the table in Markdown."""
+        cells = [_HEADER, ("---",) * len(_HEADER), *(_cells(row) for row in self.rows)]
+        return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def routing_report(

@@ -341,11 +341,11 @@ def test_an_unknown_tree_raises_with_rules_to_begin_with():
     }
     with pytest.raises(RoutingError, match=r"No table .* fits") as error:
         routes.auto(params)
+    assert "blocks/*/ln/scale" not in str(error.value)  # certain, so it needs no rule
     for line in (
         'ParamRule("tok_embed", "embedding", "vocab d -> vocab d"),  # (50, 12)',
         'ParamRule("blocks/*/wq", "attention", "d out -> out d"),  # (12, 16)',
         'ParamRule("blocks/*/mix", "?", "a b c -> ?"),  # (3, 4, 5)',
-        'ParamRule("blocks/*/ln/scale", "other"),  # (12,)',
         'ParamRule("lm_head/kernel", "lm_head", "d vocab -> vocab d"),  # (12, 50)',
     ):
         assert line in str(error.value)
@@ -447,3 +447,68 @@ def test_every_table_has_a_docstring_that_says_where_it_was_read():
     for rules in LIBRARIES.values():
         module = __import__(rules.__module__, fromlist=["rules"])
         assert "Read from" in module.__doc__
+
+
+def unknown_model(d=12, ff=20, transposed=(), **more):
+    """Return a tree of no library, with some kernels stored (out, in)."""
+
+    def kernel(name, rows, cols):
+        return {"kernel": jnp.zeros((cols, rows) if name in transposed else (rows, cols))}
+
+    mlp = {name: kernel(name, d, ff) for name in ("gate_proj", "up_proj")}
+    mlp["down_proj"] = kernel("down_proj", ff, d)
+    block = {
+        "norm": {"scale": jnp.ones(d)},
+        "mixer": {"q_proj": kernel("q_proj", d, 16), "o_proj": kernel("o_proj", 16, d)},
+        "mlp": mlp,
+        "router": kernel("router", d, 5),
+    }
+    return {"embed": {"embedding": jnp.zeros((50, d))}, "blocks": {"0": block}} | more
+
+
+@pytest.mark.parametrize("transposed", [(), ("up_proj", "o_proj", "router")])
+def test_any_other_tree_gets_what_name_and_shape_make_certain(transposed):
+    params = unknown_model(transposed=transposed, lm_head={"kernel": jnp.zeros((12, 50))})
+    library, rules = routes.auto(params)
+    assert library == "symoptax.routes.by_name"
+    leaves = {leaf.path: leaf for leaf in symoptax.route(params, rules).leaves}
+    found = {
+        path.split("/")[-2]: (str(leaf.role), *leaf.matrices())
+        for path, leaf in leaves.items()
+        if leaf.view
+    }
+    assert found == {
+        "embed": ("embedding", (50, 12)),
+        "lm_head": ("lm_head", (50, 12)),
+        "gate_proj": ("mlp_in", (20, 12)),
+        "up_proj": ("mlp_in", (20, 12)),
+        "down_proj": ("mlp_down", (20, 12)),
+        "q_proj": ("attention", (16, 12)),
+        "o_proj": ("attention", (12, 16)),
+        "router": ("router_no_shift", (5, 12)),
+    }
+    places = {
+        path.split("/")[-2]: leaf.view.locate("d", leaf.shape).axis
+        for path, leaf in leaves.items()
+        if leaf.view
+    }
+    assert places["up_proj"] == ("up_proj" in transposed)
+    without = symoptax.route(unknown_model(), routes.auto(unknown_model())[1]).leaves
+    assert "tied_embedding" in {str(leaf.role) for leaf in without}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        unknown_model(ff=12),  # which axis is d?
+        unknown_model(d=16),
+        unknown_model(d=50),
+        unknown_model(lm_head={"kernel": jnp.zeros((12, 49))}),
+        unknown_model(wte={"embedding": jnp.zeros((50, 12))}),
+        unknown_model(mystery=jnp.zeros((12, 20))),
+    ],
+    ids=["d=ff", "d=heads", "d=vocab", "another head", "two tables", "unknown name"],
+)
+def test_what_is_not_certain_raises(params):
+    with pytest.raises(RoutingError, match="ParamRule"):
+        routes.auto(params)

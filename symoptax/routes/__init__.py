@@ -8,6 +8,7 @@ are capped, or that the loss has a z-loss.
 
 from symoptax.routes import (
     big_vision,
+    by_name,
     flax_examples,
     gemma,
     hugging_face,
@@ -21,6 +22,7 @@ __all__ = [
     "LIBRARIES",
     "auto",
     "big_vision",
+    "by_name",
     "flax_examples",
     "gemma",
     "hugging_face",

@@ -1,7 +1,7 @@
 """Recognising the library that a parameter tree comes from."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,6 +10,7 @@ import optax
 from symoptax._routing import ParamRule, Routing, RoutingError, route
 from symoptax.routes import (
     big_vision,
+    by_name,
     flax_examples,
     gemma,
     hugging_face,
@@ -36,7 +37,8 @@ def auto(params: Any, *, softcap: bool = False) -> tuple[str, list[ParamRule]]:
     """Return the library that a parameter tree comes from, and its rules.
 
     A table is taken if it has one rule for every leaf, all of the right number of axes, and the
-    sizes of the axes that it names agree over the whole tree: an axis called `d` has one size.
+    sizes of the axes that it names agree over the whole tree: an axis called `d` has one size. A
+    tree of no library gets the rules of `by_name` if these are certain of every leaf.
 
     Args:
       params: the parameter tree, or its shapes.
@@ -56,7 +58,7 @@ def auto(params: Any, *, softcap: bool = False) -> tuple[str, list[ParamRule]]:
     for name, table in LIBRARIES.items():
         try:
             rules = table(params, softcap=softcap)
-        except RoutingError as error:
+        except ValueError as error:  # fused kernels that cannot be cut so
             problems.append(f"{name}: {error}")
             continue
         try:
@@ -68,11 +70,16 @@ def auto(params: Any, *, softcap: bool = False) -> tuple[str, list[ParamRule]]:
         else:
             fitting[name] = routing, rules
     if not fitting:
-        raise RoutingError(
-            "\n  ".join(["No table of symoptax.routes fits this parameter tree.", *problems])
-            + "\nWrite rules; to begin with, where kernels are stored (in, out):\n  "
-            + "\n  ".join(suggestions(params))
-        )
+        certain = by_name.rules(params, softcap=softcap)
+        unknown = set(by_name.unmatched(params, certain))
+        if unknown:
+            raise RoutingError(
+                "\n  ".join(["No table of symoptax.routes fits this parameter tree.", *problems])
+                + f"\nCertain by name and shape: {len(certain)} leaves. Write rules for the "
+                "others; to begin with, where kernels are stored (in, out):\n  "
+                + "\n  ".join(suggestions(params, unknown))
+            )
+        return "symoptax.routes.by_name", certain
     first, *rest = fitting
     for name in rest:
         if fitting[name][0].leaves != fitting[first][0].leaves:
@@ -168,13 +175,19 @@ _GUESSES = {
 }
 
 
-def suggestions(params: Any) -> list[str]:
+def suggestions(params: Any, only: Collection[str] | None = None) -> list[str]:
     """Return lines of rules to look through and paste: one for each kind of leaf.
 
     They go by names, so they are for a person to judge.
+
+    Args:
+      params: the parameter tree, or its shapes.
+      only: the names of the leaves that need a rule; None for all.
     """
     lines: dict[str, str] = {}
     for name, shape in Tree(params).shapes.items():
+        if only is not None and name not in only:
+            continue
         pattern = _NUMBER.sub("*", name)
         lines.setdefault(pattern, f"{_suggestion(pattern, shape)},  # {shape}")
     return list(lines.values())
