@@ -11,7 +11,7 @@ from symoptax._map import scaled
 from symoptax._matrixwise import matrixwise
 from symoptax._momentum import momentum
 from symoptax._recipes import Recipe, Update, recipes
-from symoptax._routing import Fallback, ParamRule, Role, label_fn, view_fn
+from symoptax._routing import Fallback, ParamRule, Role, check_rules, label_fn, view_fn
 from symoptax._scaling import ScaleRule
 from symoptax._weight_decay import Mask, add_weight_decay
 from symoptax.routes._auto import Rules, for_each_tree
@@ -80,7 +80,9 @@ def layerwise(
     Raises:
       ValueError: when built, for unknown roles or updates and, with `strict`, for a map that breaks
         its role's symmetry, with `verify` its own; in `init`, as `route`.
+      TypeError: for a hyperparameter that is no number, or rules that are none.
     """
+    check_numbers(learning_rate=learning_rate, beta=beta, b1=b1, b2=b2, eps=eps)
     chosen = recipes(updates, lr_multipliers, weight_decay, strict=strict, verify=verify)
 
     def transformation(recipe: Recipe, rules: Sequence[ParamRule]) -> optax.GradientTransformation:
@@ -110,6 +112,7 @@ def layerwise(
         return add_weight_decay(-recipe.weight_decay, mask, cautious=cautious)
 
     def build(rules: Sequence[ParamRule]) -> optax.GradientTransformation:
+        check_rules(rules)
         present = [r for r in Role if r == Role.OTHER or any(rule.role == r for rule in rules)]
 
         def by_role(each: Callable[[Recipe], Any]) -> optax.GradientTransformation:

@@ -58,6 +58,12 @@ class MatrixMap:
         return update if self.scale is None else self.scale(*d.shape[-2:]) * update
 
 
+def check_map(update_map: MatrixMap) -> None:
+    """Raise TypeError for what is no map, such as its name."""
+    if not isinstance(update_map, MatrixMap):
+        raise TypeError(f"update_map={update_map!r}: need a MatrixMap, such as polar_map().")
+
+
 def dual_norm_scaled(update_map: MatrixMap, alpha: float | jax.Array) -> MatrixMap:
     """Multiply a map by `nu^alpha`, `nu = <D, U(D)>` for each matrix: 1 is PolarGrad, 0 Muon-like.
 
@@ -97,8 +103,7 @@ def scaled(update_map: MatrixMap, rule: ScaleRule | None) -> MatrixMap:
       ValueError: as `shape_scale`, and for a map that has a scale already.
       TypeError: for what is no map.
     """
-    if not isinstance(update_map, MatrixMap):
-        raise TypeError(f"update_map={update_map!r}: need a MatrixMap, such as polar_map().")
+    check_map(update_map)
     if rule is None:
         return update_map
     if update_map.scale is not None:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from symoptax._distribute import placed_by_the_compiler, spread
 from symoptax._each_matrix import unstack, written_out
-from symoptax._map import MatrixMap
-from symoptax._paths import named_leaves
+from symoptax._map import MatrixMap, check_map
+from symoptax._paths import check_floating, in_print, paired_leaves
 from symoptax._row_mask import row_masked
 from symoptax._view import MatrixView, as_view
 
@@ -22,7 +23,7 @@ def matrixwise(update_map: MatrixMap, view: ViewOrFn = None) -> optax.GradientTr
 
     Leaves open through their view into stacks `[..., m, n]`, are computed in float32 (float64
     stays), and close again in their own dtype. Stacks of equal shape are computed together where
-    the map gains from it; no matrix ever sees another.
+    the map gains from it, on a mesh every matrix on one device; no matrix ever sees another.
 
     Args:
       update_map: the map.
@@ -37,15 +38,13 @@ def matrixwise(update_map: MatrixMap, view: ViewOrFn = None) -> optax.GradientTr
       ValueError: in `init` and `update`, for a leaf that the view does not fit or that is not real
         and floating; the message names the leaf.
     """
+    check_map(update_map)
     fixed = None if callable(view) else as_view(view)
 
     def checked_views(tree: Any) -> list[MatrixView]:
         views = view(tree) if callable(view) else jax.tree.map(lambda _: fixed, tree)
-        named, structure = named_leaves(tree)
-        leaf_views = structure.flatten_up_to(views)
-        for (name, leaf), leaf_view in zip(named, leaf_views, strict=True):
-            _check(name, leaf, leaf_view)
-        return leaf_views
+        triples = paired_leaves(tree, views, "What `view` returned")
+        return [_checked(name, leaf, leaf_view) for name, leaf, leaf_view in triples]
 
     def init(params: optax.Params) -> optax.EmptyState:
         checked_views(params)
@@ -56,40 +55,42 @@ def matrixwise(update_map: MatrixMap, view: ViewOrFn = None) -> optax.GradientTr
     ) -> tuple[optax.Updates, optax.OptState]:
         del params
         views = checked_views(updates)
-        leaves, structure = jax.tree.flatten(updates)
-        opened = [
-            leaf_view.open(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))
-            for leaf, leaf_view in zip(leaves, views, strict=True)
-        ]
-        together = _apply(
-            update_map,
-            [stack for stacks in opened for stack in stacks],
-            [leaf_view for leaf_view, s in zip(views, opened, strict=True) for _ in s],
-        )
-        results = iter(together)
-        closed = [
-            leaf_view.close([next(results) for _ in stacks], leaf.shape).astype(leaf.dtype)
-            for leaf, leaf_view, stacks in zip(leaves, views, opened, strict=True)
-        ]
-        return structure.unflatten(closed), state
+        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
+
+        def compute(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+            opened = [leaf_view.open(leaf) for leaf, leaf_view in zip(leaves, views, strict=True)]
+            together = _apply(
+                update_map,
+                [stack for stacks in opened for stack in stacks],
+                [leaf_view for leaf_view, s in zip(views, opened, strict=True) for _ in s],
+            )
+            results = iter(together)
+            return [
+                leaf_view.close([next(results) for _ in stacks], leaf.shape)
+                for leaf, leaf_view, stacks in zip(leaves, views, opened, strict=True)
+            ]
+
+        return structure.unflatten(placed_by_the_compiler(compute, leaves)), state
 
     return optax.GradientTransformation(init, update)
 
 
-def _check(name: str, leaf: Any, view: MatrixView | None) -> None:
-    """Raise for a leaf that cannot open; placeholders without a shape pass."""
+def _checked(name: str, leaf: Any, view: Any) -> MatrixView:
+    """Return the view, or raise for a leaf that cannot open by it."""
     if view is None:
-        raise ValueError(f"{name}: has no view; keep it from this map by a partition or a mask.")
-    if not hasattr(leaf, "shape"):
-        return
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ValueError(f"{name}: need a real floating dtype, got {leaf.dtype}{list(leaf.shape)}.")
+        raise ValueError(
+            f"{name} {in_print(leaf)}: has no view; keep it from this map by a partition or a mask."
+        )
+    check_floating(name, leaf)
+    view = as_view(view)
     try:
         view.shapes(leaf.shape)
     except ValueError as error:
         raise ValueError(
-            f"{name}: {error} Give this leaf a view that names its axes, or route it elsewhere."
+            f"{name} {in_print(leaf)}: {error} Give this leaf a view that names its axes, or route "
+            "it elsewhere."
         ) from error
+    return view
 
 
 def _apply(
@@ -97,13 +98,20 @@ def _apply(
 ) -> list[jax.Array]:
     """Apply the map to every stack, once for all stacks of equal shape, dtype and row mask."""
 
-    def masked(index: int) -> MatrixMap:
-        mask = views[index].row_mask(stacks[index].shape[-2])
-        return update_map if mask is None else row_masked(update_map, mask)
+    def apply(index: int, stack: jax.Array) -> jax.Array:
+        mask = views[index].row_mask(stack.shape[-2])
+        one = update_map if mask is None else row_masked(update_map, mask)
+
+        def in_float32(stack: jax.Array) -> jax.Array:
+            # Cast here, so that stacks travel in their own dtype.
+            wide = jnp.promote_types(stack.dtype, jnp.float32)
+            return one(stack.astype(wide)).astype(stack.dtype)
+
+        return spread(in_float32, stack) if update_map.grouped else in_float32(stack)
 
     def apply_alone(index: int) -> jax.Array:
         stack = stacks[index]
-        return masked(index)(written_out(stack) if views[index].transposes else stack)
+        return apply(index, written_out(stack) if views[index].transposes else stack)
 
     if not update_map.grouped:
         return [apply_alone(index) for index in range(len(stacks))]
@@ -115,6 +123,6 @@ def _apply(
         if len(indices) == 1:
             results[indices[0]] = apply_alone(indices[0])
         else:
-            together = masked(indices[0])(jnp.stack([stacks[index] for index in indices]))
+            together = apply(indices[0], jnp.stack([stacks[index] for index in indices]))
             results.update(zip(indices, unstack(together), strict=True))
     return [results[index] for index in range(len(stacks))]

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from symoptax._hyperparams import surely_zero
-from symoptax._paths import named_leaves
+from symoptax._hyperparams import check_numbers, surely_zero
+from symoptax._paths import check_floating, in_print, named_leaves, paired_leaves
 
 
 class MomentumState(NamedTuple):
@@ -34,21 +34,26 @@ def momentum(
       A transformation whose updates have the dtype of the gradients.
 
     Raises:
-      ValueError: for a beta outside [0, 1) or a state in float16; in `update`, for a leaf whose
-        momentum is None; see the message.
+      ValueError: for a beta outside [0, 1) or a state in float16 or in no floating dtype; in `init`
+        and `update`, for a leaf that is not real and floating; in `update`, for one whose momentum
+        is None or has another shape; see the message.
+      TypeError: for a beta that is no number.
 
     Source: Lau and Su (2026), arXiv 2605.18106.
     """
+    check_numbers(beta=beta)
     if isinstance(beta, int | float) and not 0 <= beta < 1:
         raise ValueError(
             f"beta={beta}: a moving average needs a decay rate of at least 0, below 1."
         )
-    if mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.float16:
-        raise ValueError("mu_dtype=float16 stops decaying near 6e-7; use bfloat16 or float32.")
+    if mu_dtype is not None:
+        _check_dtype(mu_dtype)
     if surely_zero(beta):
         return optax.identity()
 
     def init(params: optax.Params) -> MomentumState:
+        for name, leaf in named_leaves(params)[0]:
+            check_floating(name, leaf)
         return MomentumState(optax.tree.zeros_like(params, dtype=mu_dtype))
 
     def average(g: jax.Array, mu: jax.Array) -> jax.Array:
@@ -59,7 +64,8 @@ def momentum(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MomentumState]:
         del params
-        _check_complete(updates, state.mu)
+        _check_fitting(updates, getattr(state, "mu", None))
+        updates = jax.tree.map(jnp.asarray, updates)
         mu = jax.tree.map(average, updates, state.mu)
         ahead = jax.tree.map(average, updates, mu) if nesterov else mu
         return (
@@ -71,12 +77,27 @@ def momentum(
     return optax.GradientTransformation(init, update)
 
 
-def _check_complete(updates: optax.Updates, mu: optax.Updates) -> None:
-    """Raise for the None that Orbax silently restores after the routing has changed."""
-    named, structure = named_leaves(updates)
-    momenta = structure.flatten_up_to(mu)
-    missing = [name for (name, _), m in zip(named, momenta, strict=True) if m is None]
-    if missing:
+def _check_dtype(mu_dtype: Any) -> None:
+    try:
+        wide = jnp.finfo(mu_dtype).maxexp >= jnp.finfo(jnp.bfloat16).maxexp
+    except (TypeError, ValueError):
+        raise ValueError(f"mu_dtype={mu_dtype!r} is no floating dtype.") from None
+    if not wide:
+        name = jnp.dtype(mu_dtype).name
+        raise ValueError(f"mu_dtype={name} stops decaying too early; use bfloat16 or float32.")
+
+
+def _check_fitting(updates: optax.Updates, mu: Any) -> None:
+    """Raise for momenta of other leaves, and the None that Orbax silently restores for those."""
+    triples = paired_leaves(updates, mu, "The momentum")
+    for name, g, m in triples:
+        check_floating(name, g)
+        if m is not None and g.shape != getattr(m, "shape", None):
+            raise ValueError(
+                f"{name}: an update {in_print(g)} for a momentum {in_print(m)}; pass gradients of "
+                "the parameters that `init` was called with."
+            )
+    if missing := [name for name, _, m in triples if m is None]:
         raise ValueError(
             f"No momentum for {', '.join(missing)}: the state comes from another routing of the "
             "parameters; take the state of these leaves from a fresh init."

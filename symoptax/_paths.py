@@ -1,10 +1,14 @@
-"""Names of parameters: one normal form for the paths of all containers, and patterns over it."""
+"""Names of parameters: one normal form for the paths of all containers, and patterns over it.
+
+Errors about leaves begin with their names, so they are made here.
+"""
 
 import functools
 import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 _SEGMENT_TOKEN = re.compile(r"\*|\?|\{[^{}]*\}|[^*?{}]+|[{}]")
@@ -28,6 +32,47 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     ]
     leaves, structure = jax.tree.flatten(tree)
     return list(zip(names, leaves, strict=True)), structure
+
+
+def paired_leaves(tree: Any, other: Any, what: str) -> list[tuple[str, Any, Any]]:
+    """Return name, leaf and counterpart for each leaf of a tree and of another one like it.
+
+    Args:
+      tree: the tree.
+      other: a tree with something in the place of each leaf, be it None.
+      what: how an error calls `other`.
+
+    Raises:
+      ValueError: for trees that differ, with the leaves that only one of them has.
+    """
+    named, structure = named_leaves(tree)
+    try:
+        others = structure.flatten_up_to(other)
+    except ValueError as error:
+        here, there = dict(named), dict(named_leaves(other)[0])
+        alone = [f"{name} {in_print(({**here, **there})[name])}" for name in here.keys() ^ there]
+        raise ValueError(
+            f"{what} and the updates are different trees; only one has {', '.join(sorted(alone))}. "
+            f"Call `update` with the tree that `init` was called with. ({error})"
+        ) from error
+    return [(name, leaf, found) for (name, leaf), found in zip(named, others, strict=True)]
+
+
+def check_floating(name: str, leaf: Any) -> None:
+    """Raise ValueError for a leaf that is no array of real floating numbers."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"{name}: need an array of a real floating dtype of at least 16 bits, got "
+            f"{in_print(leaf)}; cast it, or route it elsewhere."
+        )
+
+
+def in_print(leaf: Any) -> str:
+    """Return dtype and shape of an array, `float32[2, 3]`, or the name of another type."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return type(leaf).__name__
 
 
 def matches(pattern: str, name: str) -> bool:

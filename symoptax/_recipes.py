@@ -84,15 +84,18 @@ def recipes(
     Raises:
       ValueError: unknown role or update; with `strict` a map that the role's symmetry refuses; with
         `verify` a map that does not commute with the symmetry that it declares.
+      TypeError: what is no mapping, or no number.
     """
     chosen: dict[Role, Update] = {**DEFAULT_UPDATES, **_by_role("updates", updates or {})}
     multipliers = _by_role("lr_multipliers", lr_multipliers or {})
     check_numbers(**{f"lr_multipliers[{str(role)!r}]": m for role, m in multipliers.items()})
     if isinstance(weight_decay, Mapping):
         decays = _by_role("weight_decay", weight_decay)
+        check_numbers(**{f"weight_decay[{str(role)!r}]": w for role, w in decays.items()})
         if own := [str(r) for r in decays if isinstance(chosen[r], optax.GradientTransformation)]:
             raise ValueError(f"weight_decay for {own}: their transformations bring their own.")
     else:
+        check_numbers(weight_decay=weight_decay)
         decays = {role: weight_decay for role in Role if role != Role.OTHER}
     result = {}
     for role, update in chosen.items():

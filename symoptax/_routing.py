@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from symoptax._paths import matches, named_leaves
 from symoptax._symmetry import Group, Symmetry
-from symoptax._view import MatrixView
+from symoptax._view import MatrixView, as_view
 
 Fallback = Literal["adamw"] | None
 
@@ -80,7 +80,7 @@ class ParamRule:
             )
         object.__setattr__(self, "role", Role(self.role))
         given: Any = self.view if isinstance(self.view, list | tuple) else [self.view]
-        views = tuple(MatrixView(v) if isinstance(v, str) else v for v in given if v is not None)
+        views = tuple(as_view(v) for v in given if v is not None)
         object.__setattr__(self, "view", views if len(views) > 1 else next(iter(views), None))
         if (self.role == Role.OTHER) != (not views):
             raise ValueError(
@@ -159,6 +159,7 @@ def route(params: Any, rules: Sequence[ParamRule], *, fallback: Fallback = None)
     """
     if fallback not in (None, "adamw"):
         raise ValueError(f"fallback={fallback!r} is unknown; choose 'adamw' or None.")
+    check_rules(rules)
     named, structure = named_leaves(params)
     leaves, problems = [], []
     for name, leaf in named:
@@ -170,6 +171,12 @@ def route(params: Any, rules: Sequence[ParamRule], *, fallback: Fallback = None)
     if problems:
         raise RoutingError("Cannot route the parameters:\n" + "\n".join(f"  {p}" for p in problems))
     return Routing(tuple(leaves), structure)
+
+
+def check_rules(rules: Sequence[ParamRule]) -> None:
+    """Raise TypeError for what is no sequence of rules."""
+    if not isinstance(rules, Sequence) or not all(isinstance(rule, ParamRule) for rule in rules):
+        raise TypeError(f"rules={rules!r}: need a list of ParamRule(pattern, role, view).")
 
 
 def label_fn(rules: Sequence[ParamRule], *, fallback: Fallback = None) -> Callable[[Any], Any]:
@@ -231,5 +238,8 @@ def _route_leaf(
         try:
             view.shapes(shape)
         except ValueError as error:
-            return f"{name} {shape}: rule {found[0].pattern!r} does not fit. {error}"
+            return (
+                f"{name} {shape}: rule {found[0].pattern!r} does not fit; give such leaves a view "
+                f"of their own, or narrow the rule. {error}"
+            )
     return RoutedLeaf(name, None if shape is None else tuple(shape), dtype, role, view)

@@ -1,6 +1,7 @@
 """How a parameter leaf opens into stacks of matrices `[..., rows, cols]`, and closes again."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -53,15 +54,22 @@ class MatrixView:
     _right: Axes = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        left, arrow, right = self.pattern.partition("->")
+        left, arrow, right = str(self.pattern).partition("->")
         if not arrow:
             raise ValueError(
                 f"View {self.pattern!r} needs the form 'stored axes -> batch rows cols'."
             )
         object.__setattr__(self, "_left", self._parse(left))
         object.__setattr__(self, "_right", self._parse(right))
-        if self.valid_rows is not None and not isinstance(self.valid_rows, int):
-            object.__setattr__(self, "valid_rows", tuple(bool(row) for row in self.valid_rows))
+        if self.valid_rows is not None:
+            rows = np.asarray(self.valid_rows)
+            if (rows.ndim, rows.dtype.kind) not in ((0, "i"), (0, "u"), (1, "b")):
+                raise ValueError(
+                    f"View {self.pattern!r}: valid_rows={self.valid_rows!r}; need the number of "
+                    "the first rows, or one boolean per row."
+                )
+            given = tuple(rows.tolist()) if rows.ndim else rows.item()
+            object.__setattr__(self, "valid_rows", given)
         self._validate()
 
     @property
@@ -127,7 +135,12 @@ class MatrixView:
                 return np.arange(m) < count
             case tuple(rows) if len(rows) == m and any(rows):
                 return np.array(rows)
-        raise ValueError(f"View {self.pattern!r}: valid_rows={self.valid_rows} of {m} rows.")
+        rows = self.valid_rows
+        given = rows if isinstance(rows, int) else f"{len(rows)} booleans, {sum(rows)} of them True"
+        raise ValueError(
+            f"View {self.pattern!r}: valid_rows={given} of {m} rows; need a number from 1 to {m}, "
+            f"or {m} booleans, not all False."
+        )
 
     def locate(self, name: str, shape: Sequence[int]) -> "StoredAxis":
         """Return where the axis `name` of the pattern lies in a stored leaf of `shape`."""
@@ -240,8 +253,17 @@ class MatrixView:
             problem = "'...' must stand first on both sides"
         elif not set(self.sizes) <= set(left):
             problem = f"sizes name unknown axes {sorted(set(self.sizes) - set(left))}"
-        elif len(self.sections) > 1 or not set(self.sections) <= set(left) - {"..."}:
+        elif (
+            len(self.sections) > 1
+            or not set(self.sections) <= set(left) - {"..."}
+            or any(np.ndim(cut) != 1 for cut in self.sections.values())
+        ):
             problem = f"sections must cut one named axis, got {dict(self.sections)}"
+        elif not all(
+            isinstance(size, int | np.integer) and size > 0
+            for size in (*self.sizes.values(), *itertools.chain(*self.sections.values()))
+        ):
+            problem = "sizes and sections must be whole numbers above 0"
         elif self.sections and self.valid_rows is not None:
             problem = "valid_rows and sections do not go together"
         if problem:
@@ -310,4 +332,6 @@ def as_view(view: MatrixView | str | None) -> MatrixView:
     """Return `view` as a `MatrixView`; None is the last two axes as stored."""
     if view is None:
         return AS_STORED
+    if not isinstance(view, MatrixView | str):
+        raise TypeError(f"view={view!r}: need a MatrixView, or its pattern 'd out -> out d'.")
     return MatrixView(view) if isinstance(view, str) else view

@@ -23,7 +23,9 @@ from symoptax._report import routing_report
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report and return the exit code: 0, or 2 for a target or rules that do not fit."""
-    parser = argparse.ArgumentParser("symoptax.report", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        "symoptax.report", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("target", help="an Orbax checkpoint, or package.module:factory")
     parser.add_argument("--rules", default="auto", help="package.module:RULES; found by default")
     parser.add_argument("--subtree", default="", help="where the parameters are: state/params")
