@@ -26,6 +26,9 @@ from symoptax._report import ReportRow, RoutingReport, routing_report
 from symoptax._audit.audit import audit
 from symoptax._audit.report import AuditReport, AuditRow
 
+# On a mesh.
+from symoptax._state_shardings import state_shardings
+
 # Optimizers, learning rate first.
 from symoptax._optimizers import (
     hybrid_polar_grad_m,

@@ -13,7 +13,14 @@ REPOSITORY = PACKAGE.parent
 # A file imports only from floors above it in this list, which is printed in CONTRIBUTING.md too.
 FLOORS = [
     ["_version", "_symmetry", "_view", "_paths", "_hyperparams", "_unit", "_minimax"],
-    ["_coefficients", "_numerics", "_each_matrix", "_distribute", "_equivariance"],
+    [
+        "_coefficients",
+        "_numerics",
+        "_each_matrix",
+        "_distribute",
+        "_equivariance",
+        "_state_shardings",
+    ],
     ["_cost", "_routing", "_scaling", "_momentum", "_weight_decay"],
     ["_newton_schulz", "_map", "routes._tree"],
     [

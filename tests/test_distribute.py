@@ -2,9 +2,11 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -209,3 +211,34 @@ def test_a_mesh_changes_no_number_and_no_layout(expected, layout, kind):
         np.testing.assert_allclose(
             np.asarray(update) / scale, np.asarray(expected[name]) / scale, atol=1e-5, err_msg=name
         )
+
+
+@pytest.mark.parametrize("layout", ["fsdp and tensor", "experts"])
+def test_the_state_lives_beside_the_parameters(layout):
+    sizes, specs = LAYOUTS[layout]
+    mesh = mesh_of(sizes)
+    params = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in numbers().items()}
+    tx = symoptax.layerwise(optax.constant_schedule(0.1), RULES)
+    shardings = symoptax.state_shardings(tx, params)
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    momenta = [x for x in jax.tree.leaves(state) if x.ndim]
+    assert len(momenta) == len(params) + 1  # Adam keeps two of the scale
+    for leaf in momenta:
+        (name,) = (n for n, shape in SHAPES.items() if shape == leaf.shape)
+        assert leaf.sharding.is_equivalent_to(params[name].sharding, leaf.ndim)
+    # A step changes neither types nor layouts, and is compiled once.
+    places = (jax.tree.map(lambda x: x.sharding, params), shardings)
+    step = jax.jit(tx.update, out_shardings=places, compiler_options=FAST_COMPILE)
+    _, second = step(params, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(second, state)
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(second), strict=True):
+        assert after.sharding.is_equivalent_to(before.sharding, before.ndim)
+    step(params, second, params)
+    assert step._cache_size() == 1
+
+
+def test_a_parameter_without_a_sharding_is_named():
+    params = {"w": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
+    with pytest.raises(ValueError, match=r"No sharding of w: .*sharding="):
+        symoptax.state_shardings(symoptax.row_norm_m(0.1), params)

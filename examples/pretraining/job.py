@@ -16,7 +16,7 @@ from pretraining.dataset import Dataset, prepare
 from pretraining.errors import InputError
 from pretraining.loader import Loader, make_loader, validation_batches
 from pretraining.optimizers import make_optimizer
-from pretraining.sharding import batch_sharding, make_mesh, param_shardings, state_shardings
+from pretraining.sharding import batch_sharding, make_mesh, placed
 from pretraining.train import TrainState
 
 
@@ -52,18 +52,18 @@ def _abstract_state(
     model: Qwen3Config, tx: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[nnx.GraphDef, TrainState]:
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Qwen3(model, nnx.Rngs(0))))
-    params = nnx.as_pure(params)
+    params = placed(mesh, nnx.as_pure(params))
     try:
+        shardings = symoptax.state_shardings(tx, params)
         opt_state = jax.eval_shape(tx.init, params)
     except ValueError as error:
         raise InputError(f"the optimizer does not fit the model: {error}") from error
-    state = TrainState(params, opt_state)
-    shardings = TrainState(param_shardings(mesh, params), state_shardings(mesh, params, opt_state))
-    return graphdef, jax.tree.map(
+    opt_state = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        state,
+        opt_state,
         shardings,
     )
+    return graphdef, TrainState(params, opt_state)
 
 
 def prepare_job(config: Config) -> Job:

@@ -44,29 +44,14 @@ def _param_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def param_shardings(mesh: Mesh, params: object) -> object:
-    """Return the sharding of each leaf of `params` (arrays or shapes)."""
-    return jax.tree.map(lambda leaf: _param_sharding(mesh, leaf.shape), params)
-
-
-def _path(path: tuple[object, ...]) -> str:
-    return "/" + jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def state_shardings(mesh: Mesh, params: object, opt_state: object) -> object:
-    """Shard each leaf of the state like the parameter whose path and shape it repeats.
-
-    Counters repeat none and are replicated.
-    """
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    shapes = {_path(path): leaf.shape for path, leaf in leaves}
-
-    def place(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        name = _path(path)
-        mirrors = any(name.endswith(p) and leaf.shape == shapes[p] for p in shapes)
-        return _param_sharding(mesh, leaf.shape) if mirrors else replicated(mesh)
-
-    return jax.tree_util.tree_map_with_path(place, opt_state)
+def placed(mesh: Mesh, params: object) -> object:
+    """Return the shapes of `params` (arrays or shapes), each with its sharding."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=_param_sharding(mesh, leaf.shape)
+        ),
+        params,
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
