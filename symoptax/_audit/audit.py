@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from symoptax._audit.families import families
 from symoptax._audit.permutations import permutation_rows
 from symoptax._audit.probe import LossFn, Probe
-from symoptax._audit.report import AuditReport, AuditRow
+from symoptax._audit.report import AuditReport
 from symoptax._audit.rotation import rotation_rows
 from symoptax._audit.shift import shift_rows
 from symoptax._audit.sides import side_rows
@@ -62,10 +61,11 @@ def audit(
     routing = route(params, rules_for(params, rules)[1], fallback=fallback)
     probe = Probe(loss_fn, params, batch, key)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
-    rows: list[AuditRow] = []
-    for family in families(routing):
-        rows += permutation_rows(probe, routing, family, rng)
-    rows += shift_rows(probe, routing, rng)
-    rows += side_rows(probe, routing)
-    rows += rotation_rows(probe, routing, key)
-    return AuditReport(tuple(rows))
+    return AuditReport(
+        (
+            *permutation_rows(probe, routing, rng),
+            *shift_rows(probe, routing, rng),
+            *side_rows(probe, routing),
+            *rotation_rows(probe, routing, key),
+        )
+    )

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from symoptax._routing import Role, RoutedLeaf, Routing
 from symoptax._view import StoredAxis
 
-VOCABULARY = (Role.EMBEDDING, Role.TIED_EMBEDDING, Role.LM_HEAD, Role.LM_HEAD_NO_SHIFT)
+HEADS = (Role.TIED_EMBEDDING, Role.LM_HEAD, Role.LM_HEAD_NO_SHIFT)
+VOCABULARY = (Role.EMBEDDING, *HEADS)
 ROUTERS = (Role.ROUTER, Role.ROUTER_NO_SHIFT)
 _EXPERTS = (Role.EXPERT_IN, Role.EXPERT_DOWN)
 
@@ -21,31 +22,32 @@ class Family(NamedTuple):
       kind: what is permuted: "token", "neuron", "expert" or "head".
       scope: the path that all of them have in common.
       claimed: the axis of every leaf with a view.
-      others: leaves without a view in the same scope, with the axes that may belong: biases,
-        norm scales, attention sinks.
+      others: leaves in the same scope of which the rules do not say whether they belong (biases,
+        norm scales, attention sinks), with the axes that may: None for a leaf that does not.
+        Likely choices come first, and leaves of which less is known.
     """
 
     kind: str
     scope: str
     claimed: Axes
-    others: dict[int, list[StoredAxis]]
+    others: dict[int, list[StoredAxis | None]]
 
 
 def families(routing: Routing) -> list[Family]:
     """Return all families of a routed tree."""
-    leaves = list(enumerate(routing.leaves))
 
     def of(*roles: Role) -> list[int]:
-        return [i for i, leaf in leaves if leaf.role in roles]
+        return [i for i, leaf in enumerate(routing.leaves) if leaf.role in roles]
+
+    def by_row(members: Sequence[int]) -> Axes:
+        return {i: _row_axis(routing.leaves[i]) for i in members}
 
     found = []
     if tables := of(*VOCABULARY):
-        claimed = {i: _row_axis(routing.leaves[i]) for i in tables}
-        found.append(_family("token", "", claimed, routing))
+        found.append(_family("token", "", by_row(tables), routing))
     for ends in ((Role.MLP_IN, Role.MLP_DOWN), _EXPERTS):
         for scope, members in _by_scope(routing, of(ends[0]), of(ends[1])):
-            claimed = {i: _row_axis(routing.leaves[i]) for i in members}
-            found.append(_family("neuron", scope, claimed, routing))
+            found.append(_family("neuron", scope, by_row(members), routing))
     for scope, members in _by_scope(routing, of(*ROUTERS), of(*_EXPERTS)):
         found.append(_family("expert", scope, _expert_axes(routing, members), routing))
     attention = of(Role.ATTENTION)
@@ -56,39 +58,58 @@ def families(routing: Routing) -> list[Family]:
     return found
 
 
-def axes_of_size(leaf: RoutedLeaf, size: int) -> list[StoredAxis]:
-    """Return every stored axis of a leaf that has a size."""
-    return [StoredAxis(i, 1, (size,), 1) for i, s in enumerate(leaf.shape or ()) if s == size]
-
-
 def _family(kind: str, scope: str, claimed: Axes, routing: Routing) -> Family:
-    """Add the leaves without a view whose axes are as long as one of the family."""
+    """Add the leaves of which the rules do not say whether they belong."""
     forms = {axis.length: axis for axis in claimed.values()}
     forms |= {size: StoredAxis(0, 1, (size,), 1) for a in claimed.values() for size in a.sizes}
+    beside = {_folder(routing.leaves[i].path) for i in claimed}
     others = {}
     for index, leaf in enumerate(routing.leaves):
-        if leaf.view is None and _inside(leaf.path, scope):
+        if index in claimed or (scope and not leaf.path.startswith(f"{scope}/")):
+            continue
+        shape = enumerate(leaf.shape or ())
+        if leaf.view is None:
+            axes = [forms[size]._replace(axis=axis) for axis, size in shape if size in forms]
+        elif kind == "head" and leaf.role == Role.ATTENTION:
+            # A projection of which the view does not name the heads: packed outermost, perhaps.
+            sizes = sorted({size for axis in claimed.values() for size in axis.sizes}, reverse=True)
             axes = [
-                forms[size]._replace(axis=axis)
-                for axis, size in enumerate(leaf.shape or ())
-                if size in forms
+                StoredAxis(axis, 1, (size,), length // size)
+                for axis, length in shape
+                for size in sizes
+                if length % size == 0
             ]
-            if axes:
-                others[index] = axes
-    return Family(kind, scope, claimed, others)
+        else:
+            continue
+        if axes:
+            close = _folder(leaf.path) in beside
+            others[index] = [*axes, None] if close else [None, *axes]
+    # Products vary their last factor fastest.
+    ordered = dict(sorted(others.items(), key=lambda item: item[1][0] is not None))
+    return Family(kind, scope, claimed, ordered)
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _by_scope(
     routing: Routing, first: Sequence[int], second: Sequence[int]
 ) -> Iterable[tuple[str, list[int]]]:
-    """Group leaves by the longest path that they share with a leaf of the other sort."""
+    """Group leaves by the longest path that they share with a leaf of the other sort.
+
+    Where there is no such leaf, by what they share with any leaf that is no bias.
+    """
     scopes: dict[str, list[int]] = {}
     for index in sorted({*first, *second}):
-        partners = second if index in first else first
-        path = routing.leaves[index].path
-        shared = [_common(path, routing.leaves[other].path) for other in partners if other != index]
-        if shared:
-            scopes.setdefault(max(shared, key=len), []).append(index)
+        leaf = routing.leaves[index]
+        partners = [other for other in (second if index in first else first) if other != index] or [
+            other
+            for other, found in enumerate(routing.leaves)
+            if other != index and len(found.shape or ()) >= len(leaf.shape or ())
+        ]
+        shared = [_common(leaf.path, routing.leaves[other].path) for other in partners]
+        scopes.setdefault(max(shared, key=len, default=""), []).append(index)
     return scopes.items()
 
 
@@ -97,19 +118,17 @@ def _common(a: str, b: str) -> str:
     return "/".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _inside(path: str, scope: str) -> bool:
-    return not scope or path.startswith(f"{scope}/")
-
-
 def _row_axis(leaf: RoutedLeaf) -> StoredAxis:
-    """Return the axis of the rows; of packed rows, the outermost name."""
+    """Return the axis of the rows; of packed rows, the longest."""
     assert leaf.view is not None
-    return leaf.view.locate(leaf.view.rows.split()[0], leaf.shape or ())
+    axes = [leaf.view.locate(name, leaf.shape or ()) for name in leaf.view.rows.split()]
+    return max(axes, key=lambda axis: sum(axis.sizes))
 
 
 def _head_axis(leaf: RoutedLeaf) -> StoredAxis | None:
+    """Return the axis named "head", "kv_head" and so on; "heads" may be heads and features."""
     assert leaf.view is not None
-    named = [name for name in leaf.view.names if "head" in name and "dim" not in name]
+    named = [name for name in leaf.view.names if name.split("_")[-1] == "head"]
     return leaf.view.locate(named[0], leaf.shape or ()) if named else None
 
 

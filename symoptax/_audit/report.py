@@ -55,7 +55,10 @@ class AuditReport:
     def to_json(self) -> str:
         """Return the report as JSON: `{"ok": ..., "rows": [{"block": ..., ...}, ...]}`."""
         rows = [
-            {k: None if v == math.inf else v for k, v in dataclasses.asdict(row).items()}
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in dataclasses.asdict(row).items()
+            }
             for row in self.rows
         ]
         return json.dumps({"ok": self.ok, "rows": rows}, indent=1)
@@ -68,10 +71,9 @@ class AuditReport:
             lines.append(_line(line, widths))
             if row.advice:
                 lines.append(f"{'':{widths[0]}}  -> {row.advice}")
+        claims = sum(row.verdict != "note" for row in self.rows)
         count = len(self.failures)
-        lines.append(
-            f"{len(self.rows)} claims; " + (f"{count} not true" if count else "none false")
-        )
+        lines.append(f"{claims} claims; " + (f"{count} not true" if count else "none false"))
         return "\n".join(lines)
 
 

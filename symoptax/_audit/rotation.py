@@ -38,6 +38,8 @@ def rotation_rows(probe: Probe, routing: Routing, key: jax.Array) -> list[AuditR
     still = probe.loss(equal)
     change = abs(probe.loss({**equal, **{index: turned(index) for index in axes}}) - still)
     control = abs(probe.loss({**equal, first: turned(first)}) - still)
+    if not control > 20 * probe.resolution:
+        return []
     holds = change <= max(10 * probe.resolution, 1e-3 * min(control, 1.0))
     text = (
         "the basis of the residual stream can be turned, as long as norm scales are equal"
@@ -50,6 +52,6 @@ def rotation_rows(probe: Probe, routing: Routing, key: jax.Array) -> list[AuditR
 
 def _without_direction(leaf: Array, axis: int) -> Array:
     """Replace scales by their mean, and biases, whose mean is small, by zero."""
+    scale = jnp.abs(jnp.mean(leaf)) > 0.7 * jnp.sqrt(jnp.mean(jnp.square(leaf)))
     mean = jnp.mean(leaf, axis=axis, keepdims=True)
-    size = jnp.sqrt(jnp.mean(jnp.square(leaf)))
-    return jnp.broadcast_to(jnp.where(jnp.abs(mean) > 0.5 * size, mean, 0), leaf.shape)
+    return jnp.broadcast_to(jnp.where(scale, mean, 0), leaf.shape)

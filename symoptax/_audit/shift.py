@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from symoptax._audit.families import ROUTERS, VOCABULARY
-from symoptax._audit.probe import Probe
+from symoptax._audit.families import VOCABULARY
+from symoptax._audit.probe import Probe, integers
 from symoptax._audit.report import AuditRow, Verdict
 from symoptax._routing import Role, RoutedLeaf, Routing
 
@@ -23,37 +23,32 @@ _MEAN_ROW = 1e-3
 
 def shift_rows(probe: Probe, routing: Routing, rng: np.random.Generator) -> list[AuditRow]:
     """Return what the shift does to every head and router, and what unseen tokens say of tables."""
-    gradient = probe.gradient()
     rows = []
     for index, leaf in enumerate(routing.leaves):
         if leaf.role in _OTHER:
-            rows.append(_shift_row(probe, routing, index, gradient[index], rng))
+            rows.append(_shift_row(probe, routing, index, rng))
         if leaf.role in (Role.EMBEDDING, Role.TIED_EMBEDDING):
-            rows += _lookup_rows(probe, leaf, gradient[index])
+            rows += _lookup_rows(probe, leaf, index)
     return rows
 
 
-def _shift_row(
-    probe: Probe, routing: Routing, index: int, gradient: Array, rng: np.random.Generator
-) -> AuditRow:
+def _shift_row(probe: Probe, routing: Routing, index: int, rng: np.random.Generator) -> AuditRow:
     leaf = routing.leaves[index]
     claims = leaf.role in (Role.LM_HEAD, Role.ROUTER)
-    # The larger the vector, the clearer a z-loss; but of a size that float32 can bear.
-    for size in (1.0, 10.0, 100.0):
-        control = probe.change({index: _shifted(probe, leaf, index, size, rng, half=True)})
-        if control > 1:
-            break
-    seed = rng.integers(2**31)
-    once, twice = (
-        probe.change({index: _shifted(probe, leaf, index, s, np.random.default_rng(seed))})
-        for s in (size, 2 * size)
-    )
-    mean_row = _mean_row(leaf, gradient)
+    seed = int(rng.integers(2**31))
+
+    def change(size: float, half: bool = False) -> float:
+        again = np.random.default_rng(seed)
+        return probe.change({index: _shifted(probe, leaf, index, size, again, half)})
+
+    # The larger the vector, the clearer a z-loss, and the more experts that rounding exchanges.
+    size = next((s for s in (1.0, 10.0) if change(s, half=True) > 0.1), 100.0)
+    control, moved = change(size, half=True), change(size)
     # Logits as large as the shift are rounded like it.
     tolerance = max(probe.resolution * (1 + size / 30), 3e-4 * min(control, 1.0))
-    holds = once <= tolerance and mean_row <= _MEAN_ROW
+    holds = moved <= tolerance and _mean_row(leaf, probe.gradient[index]) <= _MEAN_ROW
     claim = "shift" if claims else "no shift"
-    row = AuditRow(leaf.path, str(leaf.role), claim, "holds", once, control)
+    row = AuditRow(leaf.path, str(leaf.role), claim, "holds", moved, control)
     if control <= 20 * tolerance:
         return _replace(row, "unclear", "this leaf hardly changes the loss at all")
     if holds == claims:
@@ -61,30 +56,32 @@ def _shift_row(
     if holds:
         text = f"the shift is a symmetry here: role {str(_OTHER[leaf.role])!r} would center it"
         return _replace(row, "note", text)
-    return _replace(row, "fails", _advice(routing, leaf, once, twice))
+    # Far out, a z-loss grows with the square; caps, sigmoids and norms saturate.
+    far, farther = change(100.0), change(200.0)
+    return _replace(row, "fails", _advice(routing, leaf, 3 * far < farther < np.inf))
 
 
-def _advice(routing: Routing, leaf: RoutedLeaf, once: float, twice: float) -> str:
-    swapped = "; or rows and columns are swapped in the view"
-    if twice > 3 * once and np.isfinite(twice):
-        return f"a z-loss sees the shift: role {str(_OTHER[leaf.role])!r}{swapped}"
-    if leaf.role in ROUTERS:
+def _advice(routing: Routing, leaf: RoutedLeaf, z_loss: bool) -> str:
+    role = _OTHER[leaf.role]
+    if leaf.role == Role.LM_HEAD and sum(x.role in VOCABULARY for x in routing.leaves) == 1:
+        cause, role = "tied with the embedding", Role.TIED_EMBEDDING
+    elif z_loss:
+        cause = "a z-loss sees the shift"
+    elif leaf.role == Role.ROUTER:
         cause = "sigmoid scores or a bias, or not a router at all"
-        return f"{cause}: role {str(_OTHER[leaf.role])!r}, not centered{swapped}"
-    tables = [other for other in routing.leaves if other.role in VOCABULARY]
-    if len(tables) == 1:
-        return f"tied with the embedding: role 'tied_embedding', not centered{swapped}"
-    return f"soft-capped logits: role {str(_OTHER[leaf.role])!r}, not centered{swapped}"
+    else:
+        cause = "soft-capped logits"
+    return f"{cause}: role {str(role)!r}, not centered; or rows and columns are swapped in the view"
 
 
-def _lookup_rows(probe: Probe, leaf: RoutedLeaf, gradient: Array) -> list[AuditRow]:
+def _lookup_rows(probe: Probe, leaf: RoutedLeaf, index: int) -> list[AuditRow]:
     """Tell a table that is only looked up from one that also makes the logits."""
     assert leaf.view is not None
-    (stack,) = leaf.view.open(gradient)
+    gradient, batch = probe.few_tokens or (probe.gradient, probe.batch)
+    (stack,) = leaf.view.open(gradient[index])
     rows = int(jnp.sum(jnp.any(stack.reshape(-1, *stack.shape[-2:]) != 0, axis=(0, -1))))
-    ids = [
-        np.unique(x) for x in map(np.asarray, jax.tree.leaves(probe.batch)) if x.dtype.kind in "iu"
-    ]
+    arrays = jax.tree.leaves(batch)
+    ids = [np.ravel(arrays[i]) for i in integers(batch)]
     seen = len(np.unique(np.concatenate(ids))) if ids else stack.shape[-2]
     if seen >= stack.shape[-2]:
         return []

@@ -1,16 +1,15 @@
 """Whether the rows and columns of a kernel are the two sides of its product."""
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from symoptax._audit.probe import Probe
-from symoptax._audit.report import AuditRow
+from symoptax._audit.probe import Probe, integers
+from symoptax._audit.report import AuditRow, Verdict
 from symoptax._routing import Role, Routing
 
 _NOT_PRODUCTS = (Role.EMBEDDING, Role.TIED_EMBEDDING, Role.OTHER)
+
+# Singular values below this part of the largest are zero; rounding in float32 leaves some 1e-6.
 _RANK = 1e-4
 
 
@@ -21,41 +20,34 @@ def side_rows(probe: Probe, routing: Routing) -> list[AuditRow]:
     sides of W. Slices that mix the sides, because a batch axis was taken for rows or a row axis for
     a batch, have no reason to be of such a low rank.
     """
-    batch, tokens = _few_tokens(probe.batch)
-    try:
-        gradient = probe.gradient(batch)
-    except (TypeError, ValueError, IndexError) as error:
-        text = f"the loss does not take a batch cut to one sequence of 3 tokens ({error!r:.60})"
-        return [AuditRow("", "", "sides of the products", "unclear", advice=text)]
+    if probe.few_tokens is None:
+        why = "the loss gives no gradient for a batch cut to one sequence of 3 tokens"
+    elif probe.eps > _RANK / 10:
+        why = "gradients are too coarse; audit in float32"
+    else:
+        return _measured(routing, *probe.few_tokens)
+    return [AuditRow("", "", "sides of the products", "unclear", advice=why)]
+
+
+def _measured(routing: Routing, gradient: list, batch: object) -> list[AuditRow]:
+    leaves = jax.tree.leaves(batch)
+    tokens = max(leaves[i].size for i in integers(batch))
     rows = []
     for leaf, g in zip(routing.leaves, gradient, strict=True):
         if leaf.view is None or leaf.role in _NOT_PRODUCTS or g is None:
             continue
-        ranks = [_rank(np.asarray(stack, np.float64)) for stack in leaf.view.open(g)]
-        told = any(min(stack[-2:]) > tokens for stack in leaf.matrices())
-        if not told or not max(ranks):
+        rank = max(_rank(np.asarray(stack, np.float64)) for stack in leaf.view.open(g))
+        if not rank or all(min(stack[-2:]) <= tokens for stack in leaf.matrices()):
             continue
-        row = AuditRow(leaf.path, str(leaf.role), "sides of the product", "holds")
-        if max(ranks) > tokens:
-            text = (
-                f"the gradient over {tokens} tokens has rank {max(ranks)}: rows and columns mix "
-                "input and output of the product, unless the leaf is used more than once"
-            )
-            row = AuditRow(leaf.path, str(leaf.role), row.claim, "fails", advice=text)
-        rows.append(row)
+        verdict: Verdict = "fails" if rank > tokens else "holds"
+        advice = (
+            f"the gradient over {tokens} tokens has rank {rank}: rows and columns mix input and "
+            "output of the product, unless the leaf is used more than once"
+        )
+        claim = "sides of the product"
+        shown = advice if verdict == "fails" else ""
+        rows.append(AuditRow(leaf.path, str(leaf.role), claim, verdict, advice=shown))
     return rows
-
-
-def _few_tokens(batch: Any) -> tuple[Any, int]:
-    """Return one sequence of three tokens."""
-
-    def cut(x: Any) -> Any:
-        x = jnp.asarray(x)
-        return x[:1, :3] if x.ndim > 1 else x[:1] if x.ndim else x
-
-    few = jax.tree.map(cut, batch)
-    sizes = [x.size for x in jax.tree.leaves(few) if x.ndim > 1 and x.dtype.kind in "iu"]
-    return few, max(sizes, default=3)
 
 
 def _rank(stack: np.ndarray) -> int:
