@@ -21,7 +21,7 @@ class Role(enum.StrEnum):
 
     In every view the rows are the exchangeable units: tokens, neurons, experts, output features.
     The `_no_shift` forms are for logits or scores that do not pass through a softmax over all rows
-    as they are: soft-capped heads, sigmoid routers, selection biases, z-losses.
+    as they are: soft-capped heads, sigmoid routers, z-losses.
     """
 
     EMBEDDING = "embedding"

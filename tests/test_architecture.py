@@ -26,6 +26,7 @@ FLOORS = [
     [
         *("_row_norm", "_polar", "_centering"),
         *(f"routes.{name}" for name in ("big_vision", "by_name", "hugging_face", "maxtext")),
+        "routes.examples",
         "routes.jax_llm_examples",
     ],
     ["_hybrid", "_row_mask", "routes.gemma"],

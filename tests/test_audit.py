@@ -20,6 +20,7 @@ import symoptax
 import symoptax._audit.audit as audit_module
 from small_models import FAST_COMPILE
 from symoptax import MatrixView, ParamRule
+from symoptax._audit.permutations import _moving
 from symoptax._audit.probe import Probe
 from symoptax._audit.report import AuditReport, AuditRow
 
@@ -294,10 +295,10 @@ def audited(model, changes=None, valid_rows=True, key=None):
 
 SOFTMAX = Decoder(layer=2)
 TIED = Decoder(tied=True)
-CAPPED = Decoder(cap=5.0, router="sigmoid", interleaved=True)
+CAPPED = Decoder(cap=5.0, router="sigmoid", head=8, interleaved=True)
 Z_LOSS = Decoder(z_loss=1e-3, router_z=1e-3)
 SCANNED = Decoder(layer=4, scan=0, fused=True, balance=0.1)
-PACKED = Decoder(packed=True, router="biased", shared=True)
+PACKED = Decoder(packed=True, head=8, router="biased", shared=True)
 PADDED = Decoder(layer=2, scan=1, bias=True, router="top_k", texts=True, valid=21)
 EQUAL = Decoder(vocab=8, d=8, neuron=8, expert=8, inner=8, head=2, kv_head=2, k=8, bias=True)
 MODELS = {
@@ -544,10 +545,15 @@ def test_also_true(model, changes):
     assert permuted[0] == permuted[1]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_no_permutation_keeps_the_groups_by_chance(seed):
-    report = audited(Decoder(groups=2), key=jax.random.key(seed))
-    assert [row.verdict for row in report.failures] == ["partly"]
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 12])
+def test_no_permutation_keeps_groups_by_chance(size):
+    for seed in range(20):
+        order = _moving(size, np.random.default_rng(seed))
+        assert sorted(order) == list(range(size))
+        assert order[0] != 0  # a special first id
+        assert order[-1] != size - 1
+        for each in (n for n in range(2, size) if size % n == 0):
+            assert any(len(set(group)) > 1 for group in order.reshape(-1, each) // each)
 
 
 def test_report_in_print():

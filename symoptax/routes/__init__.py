@@ -9,6 +9,7 @@ are capped, or that the loss has a z-loss.
 from symoptax.routes import (
     big_vision,
     by_name,
+    examples,
     flax_examples,
     gemma,
     hugging_face,
@@ -23,6 +24,7 @@ __all__ = [
     "auto",
     "big_vision",
     "by_name",
+    "examples",
     "flax_examples",
     "gemma",
     "hugging_face",

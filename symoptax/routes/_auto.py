@@ -11,6 +11,7 @@ from symoptax._routing import ParamRule, Routing, RoutingError, route
 from symoptax.routes import (
     big_vision,
     by_name,
+    examples,
     flax_examples,
     gemma,
     hugging_face,
@@ -30,6 +31,7 @@ LIBRARIES: dict[str, Callable[..., list[ParamRule]]] = {
     "Flax's examples": flax_examples.rules,
     "jax-llm-examples": jax_llm_examples.rules,
     "big_vision": big_vision.rules,
+    "symoptax's examples": examples.rules,
 }
 
 
@@ -53,13 +55,16 @@ def auto(params: Any, *, softcap: bool = False) -> tuple[str, list[ParamRule]]:
             "The parameter tree is masked, and tells no more whether it has a head: find the rules "
             "with symoptax.routes.auto(params) from the whole tree, and pass them."
         )
+    tree = Tree(params)
     fitting: dict[str, tuple[Routing, list[ParamRule]]] = {}
     problems = []
     for name, table in LIBRARIES.items():
         try:
-            rules = table(params, softcap=softcap)
+            rules = table(tree, softcap=softcap)
         except ValueError as error:  # fused kernels that cannot be cut so
             problems.append(f"{name}: {error}")
+            continue
+        if any(tree.unmatched(rules)):
             continue
         try:
             routing = route(params, rules)
@@ -70,14 +75,14 @@ def auto(params: Any, *, softcap: bool = False) -> tuple[str, list[ParamRule]]:
         else:
             fitting[name] = routing, rules
     if not fitting:
-        certain = by_name.rules(params, softcap=softcap)
-        unknown = set(by_name.unmatched(params, certain))
+        certain = by_name.rules(tree, softcap=softcap)
+        unknown = set(tree.unmatched(certain))
         if unknown:
             raise RoutingError(
                 "\n  ".join(["No table of symoptax.routes fits this parameter tree.", *problems])
                 + f"\nCertain by name and shape: {len(certain)} leaves. Write rules for the "
                 "others; to begin with, where kernels are stored (in, out):\n  "
-                + "\n  ".join(suggestions(params, unknown))
+                + "\n  ".join(suggestions(tree, unknown))
             )
         return "symoptax.routes.by_name", certain
     first, *rest = fitting

@@ -1,6 +1,6 @@
 """What a table may ask of a parameter tree."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from symoptax._paths import matches, named_leaves
@@ -11,11 +11,20 @@ Views = str | MatrixView | Sequence[str | MatrixView]
 
 
 class Tree:
-    """The names and shapes of the leaves of a parameter tree."""
+    """The names and shapes of the leaves of a parameter tree, or of another `Tree`."""
 
     def __init__(self, params: Any) -> None:
+        if isinstance(params, Tree):
+            self.shapes = params.shapes
+            return
         named, _ = named_leaves(params)
         self.shapes = {name: tuple(getattr(leaf, "shape", ())) for name, leaf in named}
+
+    def unmatched(self, rules: Sequence[ParamRule]) -> Iterator[str]:
+        """Yield the leaves that no rule matches."""
+        for name in self.shapes:
+            if not any(matches(rule.pattern, name) for rule in rules):
+                yield name
 
     def find(self, pattern: str) -> dict[str, tuple[int, ...]]:
         """Return the leaves that match a pattern."""

@@ -7,7 +7,6 @@ one of its two axes is that wide, so stored (in, out) or (out, in) alike. Router
 
 from typing import Any
 
-from symoptax._paths import matches
 from symoptax._routing import ParamRule
 from symoptax.routes._tree import Tree
 
@@ -68,9 +67,3 @@ def rules(params: Any, *, softcap: bool = False) -> list[ParamRule]:
 def _kernels(tree: Tree, pattern: str) -> dict[str, tuple[int, ...]]:
     found = {**tree.find(pattern), **tree.find(f"{pattern}/{_LEAF}")}
     return {name: shape for name, shape in found.items() if len(shape) == 2}
-
-
-def unmatched(params: Any, rules_found: list[ParamRule]) -> list[str]:
-    """Return the leaves for which there is no rule."""
-    names = Tree(params).shapes
-    return [n for n in names if not any(matches(rule.pattern, n) for rule in rules_found)]
