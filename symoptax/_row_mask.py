@@ -18,7 +18,7 @@ def row_masked(
     """Return the map on the rows where `mask` is True, as if the matrix had no others.
 
     The other rows get no update and count in no mean, whatever stands in them, NaN included. A
-    polar factor, and a scale that depends on the shape, are those of the remaining rows.
+    polar factor, and a scale that the map has, are those of the remaining rows of each matrix.
 
     Args:
       update_map: the map; stages of your own see zeros in the masked rows.
@@ -39,14 +39,28 @@ def row_masked(
     def masked(stage: Stage) -> Stage:
         return functools.partial(center_rows, mask=mask) if stage is center_rows else stage
 
-    scale = update_map.scale
-    if scale is not None and isinstance(mask, np.ndarray) and mask.ndim == 1:
-        scale = functools.partial(_scale_of_rows, scale, int(np.sum(mask)))
-    stages = (only, *map(masked, update_map.stages), only)
-    return dataclasses.replace(update_map, stages=stages, scale=scale)
+    rms, scale = update_map.rms, update_map.scale
+    stages = [only, *map(masked, update_map.stages), only]
+    if isinstance(mask, np.ndarray) and mask.ndim == 1:
+        count = max(int(np.sum(mask)), 1)
+        rms, scale = (f and functools.partial(_of_rows, f, count) for f in (rms, scale))
+    elif scale is not None:
+        stages.append(functools.partial(_rescaled, scale, mask))
+    return dataclasses.replace(update_map, stages=tuple(stages), rms=rms, scale=scale)
 
 
-def _scale_of_rows(scale: ShapeScale, count: int, m: int, n: int) -> float | Array:
+def _of_rows(factor: ShapeScale, count: int, m: int, n: int) -> float | Array:
     """Return the factor of a matrix of `count` rows in place of the m that are stored."""
     del m
-    return scale(count, n)
+    return factor(count, n)
+
+
+def _rescaled(
+    scale: ShapeScale, mask: Array | np.ndarray, d: Float[Array, "*batch m n"]
+) -> Float[Array, "*batch m n"]:
+    """Turn the scale of all rows, which the map applies, into that of each matrix's own rows."""
+    m, n = d.shape[-2:]
+    # By the number of rows, since a mask may be traced and scales are functions of numbers.
+    ratios = jnp.asarray([scale(max(count, 1), n) / scale(m, n) for count in range(m + 1)])
+    own = ratios.astype(d.dtype)[jnp.sum(mask, axis=-1)]
+    return jnp.broadcast_to(own[..., None, None], d.shape) * d

@@ -1,5 +1,7 @@
 """Every optimizer commutes with its own group and with no more, through its state: in float64."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 import symoptax
+from small_models import FAST_COMPILE
 from symoptax import (
     Group,
     ParamRule,
@@ -51,21 +54,19 @@ OPTIMIZERS = {
     for name, case in CASES.items()
     if case.factory is not layerwise
 }
+# The default of a sigmoid router, the left polar factor, commutes with more than its role asks for.
 OPTIMIZERS |= {
-    f"layerwise-{role}": (layerwise(0.1, [ParamRule("w", role, KERNEL)]), symmetry, KERNEL)
-    for role, symmetry in {
-        "embedding": ROWS,
-        "tied_embedding": ROWS,
-        "lm_head": CENTERED,
-        "lm_head_no_shift": ROWS,
-        "attention": BOTH,
-        "mlp_in": ROWS,
-        "expert_in": None,
-        "router": CENTERED,
-        "router_no_shift": BOTH,
-    }.items()
-    if symmetry
+    f"layerwise-{role}": (
+        layerwise(0.1, [ParamRule("w", role, KERNEL)]),
+        BOTH if role == Role.ROUTER_NO_SHIFT else role.symmetry,
+        KERNEL,
+    )
+    for role in Role
+    if role.symmetry is not None
 }
+every_optimizer = pytest.mark.parametrize(
+    ("tx", "own", "view"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys()
+)
 
 
 def check(tx, own, view, shape=(10, 6), seed=0):
@@ -77,19 +78,31 @@ def check(tx, own, view, shape=(10, 6), seed=0):
             # 1e-16, times the slopes 3000 of polar steps, times three steps of momentum.
             assert error <= 1e-10, name
         else:
-            assert error > 1e-2, name
+            assert error > 1e-2, name  # 0.04 at least, where a constrained Scion shrinks W most
 
 
-@pytest.mark.parametrize(("tx", "own", "view"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@every_optimizer
 def test_optimizers_commute_with_their_group_and_no_more(x64, tx, own, view):
     check(tx, own, view)
     assert equivariance_error(tx, own, (10, 6), jax.random.key(9), view=view) <= 1e-10
 
 
+@every_optimizer
+@pytest.mark.parametrize("shape", [(6, 10), (8, 8)])
+def test_in_every_shape(x64, tx, own, view, shape):
+    assert equivariance_error(tx, own, shape, jax.random.key(0), view=view) <= 1e-10
+
+
+@pytest.mark.slow
+@every_optimizer
 @pytest.mark.parametrize("shape", [(6, 10), (8, 8), (40, 4)])
-@pytest.mark.parametrize("name", ["polar_grad_m", "hybrid_polar_grad_m-centered"])
-def test_in_every_shape(x64, name, shape):
-    check(*OPTIMIZERS[name], shape=shape)
+def test_in_every_shape_with_no_more_than_their_group(x64, tx, own, view, shape):
+    check(tx, own, view, shape)
+
+
+def jitted(tx):
+    """Compile once what would otherwise compile a loop or a branch at every call."""
+    return optax.GradientTransformation(tx.init, jax.jit(tx.update, compiler_options=FAST_COMPILE))
 
 
 SCHEDULE = optax.linear_schedule(0.1, 0.05, 3)
@@ -101,8 +114,10 @@ THROUGH = {
     "scale": symoptax.row_norm_m(0.1, scale="rms"),
     "clip": optax.chain(optax.clip_by_global_norm(1.0), symoptax.row_norm_m(0.1)),
     "partition": optax.partition({"a": symoptax.row_norm_m(0.1)}, {"w": "a"}),
+    "mask": optax.masked(symoptax.row_norm_m(0.1), {"w": True}),
+    "by hand": optax.chain(optax.trace(0.9), symoptax.row_norm(), optax.scale(-0.1)),
     "injected": optax.inject_hyperparams(symoptax.row_norm_m)(SCHEDULE),
-    "accumulated": optax.MultiSteps(symoptax.row_norm_m(0.1), 1).gradient_transformation(),
+    "accumulated": jitted(optax.MultiSteps(symoptax.row_norm_m(0.1), 1).gradient_transformation()),
 }
 
 
@@ -112,9 +127,7 @@ def test_through_whatever_stands_around_a_map(x64, name):
 
 
 def test_through_jit(x64):
-    tx = OPTIMIZERS["hybrid_polar_grad_m"][0]
-    jitted = optax.GradientTransformation(tx.init, jax.jit(tx.update))
-    check(jitted, ROWS, None)
+    check(jitted(OPTIMIZERS["hybrid_polar_grad_m"][0]), ROWS, None)
 
 
 def test_decay_keeps_the_shift_and_uncentered_maps_do_not(x64):
@@ -130,7 +143,7 @@ CONTROLS = {
     "adamw": (optax.adamw(0.1), SIGNS),
     "lion": (optax.lion(0.1), SIGNS),
     "sgd": (optax.sgd(0.1, momentum=0.9), BOTH),
-    "optax's muon": (optax.contrib.muon(0.1), BOTH),
+    "optax's muon": (jitted(optax.contrib.muon(0.1)), BOTH),
     "cautious decay": (symoptax.polar_grad_m(0.1, weight_decay=0.5, cautious=True), SIGNS),
 }
 
@@ -161,8 +174,13 @@ def test_the_table_names_its_lines_and_columns(x64):
     lines = str(table).splitlines()
     assert len(lines) == 3
     assert len({len(line) for line in lines}) == 1
-    own = equivariance_table(rules, symmetries={"mine": ROWS}, steps=1)
-    assert own.errors.shape == (2, 1)
+    assert lines[0].split("  ")[-1].strip() == "shift"
+    assert [line.split()[0] for line in lines[1:]] == ["adamw", "row_norm"]
+    own = equivariance_table(rules, (6, 4), jax.random.key(1), symmetries={"mine": ROWS}, steps=1)
+    assert own.symmetries == ("mine",)
+    for (error,), rule in zip(own.errors, rules.values(), strict=True):
+        assert error == equivariance_error(rule, ROWS, (6, 4), jax.random.key(1), steps=1)
+    assert f"{own.errors[0, 0]:.0e}" in str(own)
 
 
 def test_an_update_that_does_nothing_commutes():
@@ -170,10 +188,94 @@ def test_an_update_that_does_nothing_commutes():
     assert equivariance_error(frozen, CENTERED, (4, 3), jax.random.key(0)) == 0.0
 
 
-def test_a_view_must_open_two_axes_as_one_matrix():
-    with pytest.raises(ValueError, match="names 3 axes"):
+def test_the_view_says_which_axis_the_rows_are(x64):
+    stored, kernel = symoptax.row_norm_m(0.1), symoptax.row_norm_m(0.1, view=KERNEL)
+    turn, key = GENERATORS["O(rows)"], jax.random.key(0)
+    errors = [
+        equivariance_error(stored, turn, (10, 6), key),
+        equivariance_error(kernel, turn, (10, 6), key, view=KERNEL),
+    ]
+    # The same matrices, stored in two ways: the same number, which is none of rounding.
+    np.testing.assert_allclose(*errors, rtol=1e-10)
+    assert errors[0] > 1e-2
+    # Seen by the wrong view, a row norm seems to commute with what it does not, and the reverse.
+    assert equivariance_error(kernel, turn, (10, 6), key) <= 1e-10
+    assert equivariance_error(kernel, ROWS, (10, 6), key) > 1e-2
+    assert equivariance_error(kernel, ROWS, (10, 6), key, view=KERNEL) <= 1e-10
+    assert equivariance_error(kernel, ROWS, (8, 8), key, view=KERNEL) <= 1e-10
+
+
+def counting(break_at):
+    """Return a transformation of a user's own, with a state of its own, and one wrong step."""
+
+    def update(updates, state, params=None):
+        count, seen = state
+        wrong = jax.tree.map(jnp.sign, updates)
+        updates = wrong if count == break_at else updates
+        return updates, (count + 1, (*seen, updates))
+
+    return optax.GradientTransformation(lambda params: (1, ()), update)
+
+
+def test_one_wrong_step_of_any_state_is_seen(x64):
+    for steps, wrong in ((1, False), (2, False), (3, True), (4, True)):
+        error = equivariance_error(counting(3), BOTH, (6, 4), jax.random.key(0), steps=steps)
+        assert (error > 1e-2) == wrong
+        assert wrong or error <= 1e-10
+
+
+def test_parameters_move_with_their_updates(x64):
+    """A rule that goes wrong only where it has moved W is wrong from the second step on."""
+
+    def update(updates, state, params):
+        moved = not np.array_equal(params["w"], state["w"])
+        return jax.tree.map(jnp.sign if moved else jnp.copy, updates), state
+
+    tx = optax.GradientTransformation(lambda params: params, update)
+    for steps, wrong in ((1, False), (2, True)):
+        error = equivariance_error(tx, BOTH, (6, 4), jax.random.key(0), steps=steps)
+        assert (error > 1e-2) == wrong
+
+
+def test_the_error_is_relative_and_of_the_dtype(x64):
+    key = jax.random.key(0)
+    sizes = [
+        equivariance_error(lambda d, c=c: c * jnp.sign(d), GENERATORS["O(rows)"], (6, 4), key)
+        for c in (1e-9, 1e9)
+    ]
+    np.testing.assert_allclose(*sizes, rtol=1e-10)
+    assert sizes[0] > 1e-2
+    seen = []
+
+    def polar(d):
+        seen.append(d.dtype)
+        return symoptax.polar_map()(d)
+
+    double, single = (
+        equivariance_error(polar, BOTH, (6, 4), key, dtype) for dtype in (None, jnp.float32)
+    )
+    assert isinstance(double, float)
+    assert double <= 1e-12 < 1e-8 < single <= 1e-3
+    assert seen == 6 * [jnp.float64] + 6 * [jnp.float32]
+
+
+def test_what_is_no_number_does_not_commute():
+    error = equivariance_error(lambda d: d / 0, BOTH, (4, 3), jax.random.key(0))
+    assert not error <= 1e-2
+
+
+NOT_TWO_AXES = {
+    "names 3 axes": "a layer b -> layer a b",
+    "does not open": symoptax.MatrixView("(part a) b -> part a b", sizes={"part": 2}),
+    "does not open a": symoptax.MatrixView("a b -> a b", sections={"a": (2, 2)}),
+}
+
+
+@pytest.mark.parametrize("message", NOT_TWO_AXES)
+def test_a_view_must_open_two_axes_as_one_matrix(message):
+    with pytest.raises(ValueError, match=message):
         equivariance_error(
-            optax.sgd(0.1), ROWS, (4, 3), jax.random.key(0), view="a layer b -> layer a b"
+            optax.sgd(0.1), ROWS, (4, 4), jax.random.key(0), view=NOT_TWO_AXES[message]
         )
 
 
@@ -199,12 +301,14 @@ HALF_CENTERED = symoptax.MatrixMap(
 def test_verify_measures_what_a_map_declares(role, update_map):
     rules = [ParamRule("w", role, "row col -> row col")]
     layerwise(0.1, rules, updates={role: update_map})  # believed
-    with pytest.raises(ValueError, match=rf"{role}.* declares the symmetry .* is [\d.]+ of its"):
+    declared = re.escape(f"'{role}' declares the symmetry {update_map.symmetry}, but is ")
+    with pytest.raises(ValueError, match=declared + r"\d\.\d+ of its size"):
         layerwise(0.1, rules, updates={role: update_map}, verify=True)
 
 
 def test_verify_passes_what_is_true_also_while_jit_traces():
-    updates = {Role.ATTENTION: symoptax.polar_map(steps=3), "router": optax.scale_by_lion()}
+    # Every other role keeps its default; transformations and AdamW declare nothing.
+    updates = {Role.EXPERT_DOWN: optax.scale_by_lion(), "embedding": "adamw"}
 
     @jax.jit
     def create(params):

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import oracle
 import symoptax
+from small_models import FAST_COMPILE
 from symoptax import MatrixView, ParamRule
 from test_contracts import CASES
 
@@ -93,11 +96,12 @@ UPDATES = {
     "attention": symoptax.polar_map(steps=8),
     "mlp_in": symoptax.hybrid_map(steps=8),
     "router": symoptax.centered(symoptax.left_polar_map()),
+    "lm_head": symoptax.centered(symoptax.hybrid_map(steps=8)),
 }
 
 
 def trained(leaves_of, rules, role):
-    """Return the parameters after three steps, from zeros of the right shape."""
+    """Return the parameters after three steps, from ones of the right shape."""
     tx = symoptax.layerwise(0.1, rules, updates={role: UPDATES[role]}, weight_decay=0.1)
     params = jax.tree.map(jnp.ones_like, leaves_of(0))
     state = tx.init(params)
@@ -151,6 +155,77 @@ def test_parts_of_unequal_widths(transposed):
         np.testing.assert_allclose(one, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("role", UPDATES)
+def test_heads_packed_into_rows_are_one_matrix_in_two_ways_of_storing(role):
+    """An axis of three for the heads, or one of them with the keys: the same fused matrix."""
+
+    def apart(seed):
+        return {"w": jnp.asarray(np.stack(kernels(3, seed=seed), 1))}
+
+    def fused(seed):
+        return {"w": jnp.asarray(np.concatenate(kernels(3, seed=seed), 1))}
+
+    got = trained(apart, [ParamRule("w", role, "d head k -> (head k) d")], role)["w"]
+    want = trained(fused, [ParamRule("w", role, KERNEL)], role)["w"]
+    np.testing.assert_allclose(got.reshape(want.shape), want, atol=1e-5)
+    # Not the heads by themselves, which are other matrices.
+    by_head = trained(apart, [ParamRule("w", role, "d head k -> head k d")], role)["w"]
+    assert np.max(np.abs(by_head.reshape(want.shape) - want)) > 1e-2
+
+
+ON_A_MESH = {
+    "attn": ParamRule("attn", "attention", "layer d out -> layer out d"),
+    "head": ParamRule("head", "lm_head", "d vocab -> vocab d"),
+    "router": ParamRule("router", "router", "layer d expert -> layer expert d"),
+}
+# Some are smaller than what is worth sending to one device, some are not.
+SHAPES = {"attn": (8, 64, 72), "head": (64, 96), "router": (8, 16, 8)}
+SHARDED = {
+    "rows": {"attn": P(None, None, "x"), "head": P(None, "x")},
+    "columns": {"attn": P(None, "x"), "head": P("x")},
+    "stack": {"attn": P("x"), "head": P("x")},
+}
+
+
+def three_steps(place):
+    """Train through one compiled step, on numbers that `place` puts where they belong."""
+    tx = symoptax.layerwise(0.1, list(ON_A_MESH.values()), updates=UPDATES, weight_decay=0.1)
+    params = place({name: np.ones(shape, np.float32) for name, shape in SHAPES.items()})
+    state, places = tx.init(params), jax.tree.map(lambda x: x.sharding, params)
+    step = jax.jit(tx.update, out_shardings=(places, None), compiler_options=FAST_COMPILE)
+    for seed in range(3):
+        # A smallest singular value of 0.1 at least lets the rounding of other orders of sums be.
+        grads = {
+            name: np.stack([oracle.conditioned(10, *shape[-2:], seed=seed + i) for i in range(8)])
+            if len(shape) == 3
+            else oracle.conditioned(10, *shape, seed=seed)
+            for name, shape in SHAPES.items()
+        }
+        grads = place(jax.tree.map(np.float32, grads))
+        updates, state = step(grads, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+    return params
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return jax.device_get(three_steps(lambda tree: jax.tree.map(jnp.asarray, tree)))
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_eight_devices_give_the_numbers_of_one(on_one_device, layout):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    specs = SHARDED[layout] | {"router": SHARDED[layout]["attn"]}
+
+    def place(tree):
+        return {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in tree.items()}
+
+    params = three_steps(place)
+    for name, leaf in params.items():
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), leaf.ndim)
+        np.testing.assert_allclose(jax.device_get(leaf), on_one_device[name], atol=1e-5)
+
+
 OPTIMIZERS = {
     (name, alpha): (case, {"alpha": alpha} if graded else {})
     for name, case in CASES.items()
@@ -164,16 +239,21 @@ OPTIMIZERS = {
 )
 def test_no_optimizer_couples_the_matrices_of_a_stack(case, options):
     """Bit-equal, whatever the others are: zero, huge, or not numbers."""
-    tx = case.build(0.1, **options)
     grads = [np.asarray(oracle.normal(8, 3, 5, seed=seed), np.float32) for seed in range(2)]
-    params = {"kernel": jnp.ones((6, 4)), "stack": jnp.ones((8, 3, 5))}
+    # The twin is as large as the kernel, so that maps which gain from it compute them as one stack.
+    params = {"kernel": jnp.ones((6, 4)), "stack": jnp.ones((8, 3, 5)), "twin": jnp.ones((6, 4))}
+    tx = case.build(0.1, **options)
+    if case.factory is symoptax.layerwise:
+        rules = [*case.options["rules"], ParamRule("twin", "attention", "row col -> row col")]
+        tx = symoptax.layerwise(0.1, rules)
     results, kernels_seen = [], []
     for others in (1.0, 0.0, 1e20, np.nan):
         state = tx.init(params)
         factor = np.full((8, 1, 1), others, np.float32)
         factor[2] = 1.0
         for grad in grads:
-            tree = {"kernel": jnp.ones((6, 4)), "stack": jnp.asarray(grad * factor)}
+            kernel = jnp.asarray(grad.reshape(-1)[:24].reshape(6, 4))
+            tree = {"kernel": kernel, "stack": jnp.asarray(grad * factor), "twin": kernel * others}
             updates, state = tx.update(tree, state, params)
         results.append(np.asarray(updates["stack"][2]))
         kernels_seen.append(np.asarray(updates["kernel"]))

@@ -104,15 +104,17 @@ def test_zero_gradients(name, alpha):
     np.testing.assert_array_equal(updates["experts"][2], fresh["experts"][2])
 
 
-@pytest.mark.parametrize("name", MAPS)
-def test_matrices_of_a_stack_do_not_see_each_other(name):
-    update_map = MAPS[name](0.0 if name in WITHOUT_ALPHA else 1.0)
+@pytest.mark.parametrize(("name", "alpha"), ALPHAS)
+def test_matrices_of_a_stack_do_not_see_each_other(name, alpha):
+    update_map = MAPS[name](alpha)
     stack = jnp.asarray(oracle.normal(4, 16, 8), jnp.float32)
     update = update_map(stack)
-    for others in (0.0, 1e12, 1e-12):
+    for others in (0.0, 1e20, 1e-12, np.nan):
         changed = update_map(stack.at[jnp.array([0, 2, 3])].multiply(others))
         np.testing.assert_array_equal(changed[1], update[1])
         assert np.any(changed[0] != 0) == (others != 0)
+        one = update_map(stack.at[1].multiply(others))
+        np.testing.assert_array_equal(one[jnp.array([0, 2, 3])], update[jnp.array([0, 2, 3])])
     # Alone it is the same program on the same numbers, whatever the matrix products batch.
     np.testing.assert_array_equal(update_map(stack[1]), update[1])
 

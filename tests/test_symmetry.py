@@ -12,6 +12,7 @@ from symoptax import Group, Symmetry, centered, equivariance_error, random_eleme
 TRIVIAL, PERMUTATION, ORTHOGONAL = Group
 ALL = [Symmetry(*parts) for parts in itertools.product(Group, Group, (False, True))]
 SHAPE = (10, 6)
+OTHER_SHAPES = [(6, 10), (8, 8), (40, 4)]
 
 MAPS = {
     "row_norm": symoptax.row_norm_map(),
@@ -25,10 +26,12 @@ MAPS = {
     "hybrid": symoptax.hybrid_map(1.0),
     "polar_then_row": symoptax.hybrid_map(order="polar_then_row"),
     "hybrid_left": symoptax.hybrid_map(side="left"),
+    "scaled": symoptax.scaled(symoptax.hybrid_map(), "rms"),
 }
 MAPS |= {
     f"centered_{name}": centered(MAPS[name])
-    for name in ("row_norm", "right_polar", "left_polar", "polar_grad", "hybrid", "polar_then_row")
+    for name in MAPS
+    if name not in ("center", "polar", "hybrid_left", "scaled")
 }
 
 
@@ -70,6 +73,18 @@ def test_maps_commute_with_their_symmetry_and_every_smaller_one(x64, name):
         assert error <= 1e-10, smaller
 
 
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+@pytest.mark.parametrize("name", MAPS)
+def test_maps_commute_in_every_shape(x64, name, shape):
+    assert equivariance_error(MAPS[name], MAPS[name].symmetry, shape, jax.random.key(0)) <= 1e-10
+
+
+def test_no_public_map_is_forgotten():
+    public = {name for name in dir(symoptax) if name.endswith("_map") and name[0] != "_"}
+    assert len(public) == 8
+    assert public <= {f"{name}_map" for name in MAPS}
+
+
 CONTROLS = [
     ("sign", Symmetry(TRIVIAL, ORTHOGONAL)),
     ("sign", Symmetry(ORTHOGONAL, TRIVIAL)),
@@ -77,6 +92,9 @@ CONTROLS = [
     ("column_norm", Symmetry(TRIVIAL, ORTHOGONAL)),
     ("hybrid", Symmetry(ORTHOGONAL, TRIVIAL)),
     ("polar_then_row", Symmetry(ORTHOGONAL, TRIVIAL)),
+    ("centered_sign", Symmetry(TRIVIAL, ORTHOGONAL)),
+    ("centered_column_norm", Symmetry(TRIVIAL, ORTHOGONAL)),
+    ("center", Symmetry(ORTHOGONAL, TRIVIAL)),
     ("centered_right_polar", Symmetry(ORTHOGONAL, TRIVIAL)),
     *((name, Symmetry(TRIVIAL, TRIVIAL, shift=True)) for name in MAPS if "center" not in name),
 ]
