@@ -39,7 +39,8 @@ class MatrixView:
       sizes: sizes of packed axes; at most one per packed axis may be left out.
       sections: at most one axis name, with the sizes into which it is cut.
       valid_rows: which rows exist, if not all: the number of the first ones (a vocabulary padded
-        at its end), or one boolean per row. The others get no update and count in no mean.
+        at its end), or one boolean per row. The others get no update and count in no mean; weight
+        decay acts on them as on any parameter.
 
     Raises:
       ValueError: when built, for a pattern that does not parse; when applied, for a leaf whose
