@@ -13,7 +13,6 @@ from symoptax._routing import ParamRule, RoutingError
 from symoptax._view import MatrixView
 from symoptax.routes._tree import Tree, Views, embedding_rules, others
 
-_SIGMOID = "{DeepSeekMoeBlock_0,Llama4MoEBlock_0}"
 _ATTENTION = "{self_attention,GptOssAttention,attention}"
 _EXPERTS = "{MoeBlock_0,moe_block,GptOssMlp}"
 
