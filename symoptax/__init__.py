@@ -26,7 +26,12 @@ from symoptax._report import ReportRow, RoutingReport, routing_report
 from symoptax._audit.audit import audit
 from symoptax._audit.report import AuditReport, AuditRow
 
-# On a mesh.
+# On a mesh, and back from a checkpoint.
+from symoptax._fingerprint import check_fingerprint, fingerprint
+from symoptax._mesh.collectives import Collective, collectives
+from symoptax._mesh.layouts import on_mesh
+from symoptax._mesh.plan import Plan, PlanRow, plan
+from symoptax._mesh.record import MeshWarning
 from symoptax._state_shardings import state_shardings
 
 # Optimizers, learning rate first.

@@ -40,6 +40,8 @@ class Cost:
       small_products: products of two k x k matrices.
       multiplications: scalar multiplications (half the floating-point operations).
       bytes: bytes read and written if every product and every elementwise pass goes to memory.
+      gram_size: k.
+      summed_axis: the axis that the Gram matrices sum over, -1 or -2.
     """
 
     method: Literal["direct", "gram"]
@@ -48,6 +50,8 @@ class Cost:
     small_products: int
     multiplications: int
     bytes: int
+    gram_size: int
+    summed_axis: int = dataclasses.field(compare=False)
 
     def __str__(self) -> str:
         return (
@@ -113,6 +117,8 @@ def cost(
         small,
         count * (long * k * k * length + small * k**3),
         count * entries * numerics.stored_as(dtype).itemsize,
+        k,
+        -2 if forms_right_gram(shape[-2], shape[-1], side) else -1,
     )
 
 
@@ -127,7 +133,12 @@ def check_options(side: str, method: str, numerics: Numerics) -> None:
 
 def gram_sizes(m: int, n: int, side: Side) -> tuple[int, int]:
     """Return the size of the Gram matrix and the length of the side that it sums over."""
-    return (n, m) if side == "right" or (side == "auto" and n < m) else (m, n)
+    return (n, m) if forms_right_gram(m, n, side) else (m, n)
+
+
+def forms_right_gram(m: int, n: int, side: Side) -> bool:
+    """Return whether the Gram matrix is that of the columns, `D^T D`."""
+    return side == "right" or (side == "auto" and n < m)
 
 
 def small_products(segment: Rows) -> int:

@@ -54,4 +54,5 @@ def hybrid_map(
         first.stages + last.stages,
         rms=last.rms,
         grouped=True,
+        work=polar.work,
     )

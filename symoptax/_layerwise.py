@@ -8,10 +8,11 @@ import optax
 
 from symoptax._hyperparams import check_numbers, injectable
 from symoptax._map import scaled
-from symoptax._matrixwise import matrixwise
+from symoptax._matrixwise import matrixwise_by_leaf
+from symoptax._mesh.layouts import on_mesh
 from symoptax._momentum import momentum
 from symoptax._recipes import Recipe, Update, recipes
-from symoptax._routing import Fallback, ParamRule, Role, check_rules, label_fn, view_fn
+from symoptax._routing import Fallback, ParamRule, Role, check_rules, label_fn, route, view_fn
 from symoptax._scaling import ScaleRule
 from symoptax._weight_decay import Mask, add_weight_decay
 from symoptax.routes._auto import Rules, for_each_tree
@@ -38,6 +39,7 @@ def layerwise(
     fallback: Fallback = None,
     strict: bool = True,
     verify: bool = False,
+    mesh: Any = None,
 ) -> optax.GradientTransformation:
     """Build the optimizer of a whole model over `optax.partition`, one group per role.
 
@@ -73,6 +75,8 @@ def layerwise(
       strict: refuse a map that does not respect the symmetry of its role.
       verify: measure the symmetry that each map declares instead of believing it, by
         `equivariance_error`; takes seconds. A transformation in `updates` declares none.
+      mesh: a mesh or the tree of the parameters' shardings, as in `on_mesh`; None takes the mesh
+        from the arrays or from `jax.set_mesh`.
 
     Returns:
       A named chain with the state of each role under `state["updates"].inner_states[role]`.
@@ -85,31 +89,32 @@ def layerwise(
     check_numbers(learning_rate=learning_rate, beta=beta, b1=b1, b2=b2, eps=eps)
     chosen = recipes(updates, lr_multipliers, weight_decay, strict=strict, verify=verify)
 
-    def transformation(recipe: Recipe, rules: Sequence[ParamRule]) -> optax.GradientTransformation:
+    def before_the_map(recipe: Recipe) -> optax.GradientTransformation:
         if recipe.name == "frozen":
             return optax.set_to_zero()
         if recipe.transformation is not None:
-            stages = [("update", recipe.transformation)]
-        elif recipe.map is None:
-            stages = [("adam", optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype))]
-        else:
-            update_map = scaled(recipe.map, None if recipe.map.scale else scale)
-            stages = [
-                ("momentum", momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)),
-                ("update", matrixwise(update_map, view_fn(rules, fallback=fallback))),
-            ]
-        return optax.named_chain(
-            *stages,
-            ("lr_multiplier", optax.scale(recipe.lr_multiplier)),
-            ("weight_decay", decay(recipe)),
-        )
+            return optax.named_chain(("update", recipe.transformation))
+        if recipe.map is None:
+            return optax.named_chain(("adam", optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)))
+        return optax.named_chain(("momentum", momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)))
 
-    def decay(recipe: Recipe) -> optax.GradientTransformation:
+    def after_the_map(recipe: Recipe) -> optax.GradientTransformation:
+        if recipe.name == "frozen":
+            return optax.identity()
         coefficient = 0.0 if independent_decay else recipe.weight_decay
-        return add_weight_decay(coefficient, mask, cautious=cautious)
+        return optax.chain(
+            optax.scale(recipe.lr_multiplier),
+            add_weight_decay(coefficient, mask, cautious=cautious),
+        )
 
     def late_decay(recipe: Recipe) -> optax.GradientTransformation:
         return add_weight_decay(-recipe.weight_decay, mask, cautious=cautious)
+
+    maps = {
+        role: scaled(recipe.map, None if recipe.map.scale else scale)
+        for role, recipe in chosen.items()
+        if recipe.map is not None
+    }
 
     def build(rules: Sequence[ParamRule]) -> optax.GradientTransformation:
         check_rules(rules)
@@ -119,12 +124,20 @@ def layerwise(
             transformations: dict[Hashable, Any] = {str(r): each(chosen[r]) for r in present}
             return optax.partition(transformations, label_fn(rules, fallback=fallback))
 
+        def maps_of(params: Any) -> Any:
+            routing = route(params, rules, fallback=fallback)
+            return routing.structure.unflatten([maps.get(leaf.role) for leaf in routing.leaves])
+
         stages = [
-            ("updates", by_role(lambda recipe: transformation(recipe, rules))),
+            ("updates", by_role(before_the_map)),
+            # All roles at once: on a mesh, equal shapes travel together whatever their roles.
+            ("maps", matrixwise_by_leaf(maps_of, view_fn(rules, fallback=fallback))),
+            ("sizes", by_role(after_the_map)),
             ("learning_rate", optax.scale_by_learning_rate(learning_rate)),
         ]
         if independent_decay:
             stages.append(("independent_decay", by_role(late_decay)))
-        return optax.named_chain(*stages)
+        chained = optax.named_chain(*stages)
+        return chained if mesh is None else on_mesh(chained, mesh)
 
     return build(rules) if isinstance(rules, list | tuple) else for_each_tree(build, rules)

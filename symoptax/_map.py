@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
+from symoptax._cost import Cost
 from symoptax._each_matrix import check_stack
 from symoptax._hyperparams import check_numbers, surely_nonzero, surely_zero
 from symoptax._scaling import ScaleRule, ShapeScale, dual_norm_power, shape_scale
@@ -29,6 +30,8 @@ class MatrixMap:
         where it follows the gradient.
       scale: factor as a function of (m, n), or None for 1.
       grouped: whether equal shapes of different leaves are worth computing as one stack.
+      work: what the map does to an m x n matrix, where it is products of matrices; a map that is
+        grouped and has none needs whole matrices.
     """
 
     name: str
@@ -37,6 +40,7 @@ class MatrixMap:
     rms: ShapeScale | None = None
     scale: ShapeScale | None = None
     grouped: bool = False
+    work: Callable[[int, int], Cost] | None = None
 
     def __call__(self, d: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
         """Apply the map to a stack of matrices; one without entries is returned as it is.

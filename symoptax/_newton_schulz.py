@@ -20,7 +20,15 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from symoptax._coefficients import coefficient_rows
-from symoptax._cost import Method, Rows, Side, check_options, gram_sizes, segments
+from symoptax._cost import (
+    Method,
+    Rows,
+    Side,
+    check_options,
+    forms_right_gram,
+    gram_sizes,
+    segments,
+)
 from symoptax._each_matrix import check_stack, each_matrix, one_by_one
 from symoptax._minimax import Row
 from symoptax._numerics import FLOAT32, Numerics, check_numerics
@@ -75,7 +83,7 @@ def polar_factor(
     rows = coefficient_rows(coefficients, steps, epsilon)
     k, length = gram_sizes(d.shape[-2], d.shape[-1], side)
     parts = segments(rows, k, length, method, epsilon)
-    on_right = side == "right" or (side == "auto" and k < d.shape[-2])
+    on_right = forms_right_gram(d.shape[-2], d.shape[-1], side)
     return _polar_factor(d, method, on_right, parts, numerics) if d.size else d
 
 

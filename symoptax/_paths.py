@@ -34,6 +34,16 @@ def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     return list(zip(names, leaves, strict=True)), structure
 
 
+def suffixes(name: str) -> list[str]:
+    """Return a name and what is left of it without its first segments, the longest first.
+
+    >>> suffixes("mu/mlp/kernel")
+    ['mu/mlp/kernel', 'mlp/kernel', 'kernel']
+    """
+    segments = name.split("/")
+    return ["/".join(segments[start:]) for start in range(len(segments))]
+
+
 def paired_leaves(tree: Any, other: Any, what: str) -> list[tuple[str, Any, Any]]:
     """Return name, leaf and counterpart for each leaf of a tree and of another one like it.
 

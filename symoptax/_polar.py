@@ -3,10 +3,10 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from symoptax._coefficients import coefficient_rows
-from symoptax._cost import Method, Side, check_options
+from symoptax._cost import Cost, Method, Side, check_options, cost
 from symoptax._map import MatrixMap
 from symoptax._minimax import Row
 from symoptax._newton_schulz import polar_factor
@@ -61,18 +61,41 @@ def _polar_map(
     check_options(side, method, numerics)
     # Raises here rather than in the first update.
     coefficient_rows(coefficients, steps, numerics.epsilon("float32"))
-    stage = functools.partial(
-        polar_factor,
-        side=side,
-        method=method,
-        steps=steps,
-        coefficients=coefficients,
-        numerics=numerics,
-    )
+    if coefficients is not None and not isinstance(coefficients, str):
+        coefficients = tuple(tuple(float(x) for x in row) for row in coefficients)
+    return _checked_polar_map(name, side, method, steps, coefficients, numerics)
+
+
+@functools.cache
+def _checked_polar_map(
+    name: str,
+    side: Side,
+    method: Method,
+    steps: int,
+    coefficients: str | tuple[Row, ...] | None,
+    numerics: Numerics,
+) -> MatrixMap:
+    """Build a map once, so that equal ones are seen to be equal."""
+    options = {
+        "side": side,
+        "method": method,
+        "steps": steps,
+        "coefficients": coefficients,
+        "numerics": numerics,
+    }
     return MatrixMap(
         name,
         Symmetry(Group.ORTHOGONAL, Group.ORTHOGONAL),
-        (stage,),
-        rms=lambda m, n: 1 / math.sqrt(max(m, n)),
+        (functools.partial(polar_factor, **options),),
+        rms=_rms,
         grouped=True,
+        work=None if method in ("svd", "qdwh") else functools.partial(_work, **options),
     )
+
+
+def _work(m: int, n: int, **options: Any) -> Cost:
+    return cost((m, n), **options)
+
+
+def _rms(m: int, n: int) -> float:
+    return 1 / math.sqrt(max(m, n))

@@ -12,6 +12,7 @@ from symoptax._symmetry import Group, Symmetry
 from symoptax._unit import nonzero
 
 
+@functools.cache
 def row_norm_map() -> MatrixMap:
     """Build the map that divides each row by its Euclidean norm: `U_i = D_i / |D_i|`, `0 -> 0`.
 
@@ -31,6 +32,7 @@ def row_norm_map() -> MatrixMap:
     )
 
 
+@functools.cache
 def column_norm_map() -> MatrixMap:
     """Build the transpose of `row_norm_map`: `U_j = D_j / |D_j|` for each column.
 
@@ -44,6 +46,7 @@ def column_norm_map() -> MatrixMap:
     )
 
 
+@functools.cache
 def sign_map() -> MatrixMap:
     """Build the elementwise sign, the map of a max-norm ball: `U_ij = sign(D_ij)`.
 

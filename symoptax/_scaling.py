@@ -1,5 +1,6 @@
 """How large an update is: the dual norm of the gradient, and factors that depend on shape alone."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -32,6 +33,7 @@ def dual_norm_power(
     return jnp.power(largest, alpha) * jnp.power(jnp.maximum(nu, 0), alpha)
 
 
+@functools.cache
 def shape_scale(rule: ScaleRule, rms: ShapeScale | None) -> ShapeScale:
     """Return the factor for m x n matrices under a rule.
 

@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from symoptax._paths import named_leaves
+from symoptax._paths import named_leaves, suffixes
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -37,9 +37,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     everywhere = _replicated(list(places.values()))
 
     def place(name: str, leaf: Any) -> Sharding | None:
-        segments = name.split("/")
-        suffixes = ("/".join(segments[start:]) for start in range(len(segments)))
-        mirrored = next((s for s in suffixes if shapes.get(s) == leaf.shape), None)
+        mirrored = next((s for s in suffixes(name) if shapes.get(s) == leaf.shape), None)
         return everywhere if mirrored is None else places[mirrored]
 
     state, structure = named_leaves(jax.eval_shape(tx.init, params))

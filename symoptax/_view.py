@@ -177,6 +177,39 @@ class MatrixView:
         leaf = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, opening.axis)
         return leaf.reshape(tuple(shape))
 
+    def layout(self, spread: Sequence[tuple[str, ...] | None]) -> list[tuple[str, ...] | None]:
+        """Return what is spread over each axis of a stack, given that of each axis of the leaf.
+
+        A stored axis in which several names are packed is spread along the outermost.
+        """
+        left = _number_batch(self._left, len(spread) - len(self._left) + 1)
+        right = _number_batch(self._right, len(spread) - len(self._left) + 1)
+        on = {group[0]: axes for group, axes in zip(left, spread, strict=True)}
+        found = [[on.get(name, ()) for name in group] for group in right]
+        return [
+            None if None in axes else tuple(itertools.chain(*filter(None, axes))) for axes in found
+        ]
+
+    def breaks(
+        self,
+        shape: Sequence[int],
+        spread: Sequence[tuple[str, ...] | None],
+        mesh_axes: Sequence[tuple[str, int]],
+    ) -> str | None:
+        """Return which spread axis of the leaf cannot be opened in place, in words, or None."""
+        sizes = dict(mesh_axes)
+        left = _number_batch(self._left, len(spread) - len(self._left) + 1)
+        for group, size, names in zip(left, shape, spread, strict=True):
+            ways = math.prod(sizes.get(name, 1) for name in names or ())
+            if ways == 1:
+                continue
+            if cut := next((name for name in group if name in self.sections), None):
+                return f"axis {cut!r} is spread over {ways} devices and cut into sections"
+            outermost = next(iter(self._unpack(group, size, shape).values()))
+            if len(group) > 1 and outermost % ways:
+                return f"axis {_in_print(group)} is spread over {ways} devices, not by whole parts"
+        return None
+
     def _opening(self, shape: Sequence[int]) -> "_Opening":
         """Work out every size and permutation for a leaf of `shape`."""
         extra = len(shape) - len(self._left) + (not self.names_every_axis)

@@ -1,5 +1,7 @@
 """Orbax saves and restores the optimizer state; what it does when the routing has changed."""
 
+import json
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -113,10 +115,10 @@ def test_without_a_target_plain_dictionaries_come_back(saved):
     raw = restore(path)
     assert type(raw) is dict
     assert raw["learning_rate"] == {"count": 1}
+    assert raw["maps"] is None
     roles = raw["updates"]["inner_states"]
     assert set(roles) == {"attention", "mlp_in", "other"}
     attention = roles["attention"]["inner_state"]
-    assert attention["update"] is None
     assert attention["momentum"]["mu"]["b"]["kernel"] is None
     np.testing.assert_array_equal(
         attention["momentum"]["mu"]["a"]["kernel"],
@@ -167,6 +169,26 @@ def test_a_leaf_that_changed_to_a_present_role_comes_back_empty_and_cannot_be_us
     assert mu["b"]["kernel"] is None
     with pytest.raises(ValueError, match="b/kernel"):
         new.update(grads_like(both), restored, both)
+
+
+def test_the_fingerprint_names_what_orbax_would_leave_empty():
+    tx = symoptax.layerwise(RATE, SMALL_RULES)
+    saved = json.loads(json.dumps(symoptax.fingerprint(tx, SMALL)))
+    assert len(saved) == len(jax.tree.leaves(tx.init(SMALL)))
+    symoptax.check_fingerprint(saved, symoptax.layerwise(RATE, SMALL_RULES, beta=0.9), SMALL)
+    with pytest.raises(ValueError, match=r"learning_rate/count: saved int32\[\]; needed nothing"):
+        symoptax.check_fingerprint(saved, symoptax.layerwise(0.5, SMALL_RULES), SMALL)
+    changed = symoptax.layerwise(RATE, relabelled("attention"))
+    with pytest.raises(ValueError, match="1 parameters or counters") as error:
+        symoptax.check_fingerprint(saved, changed, SMALL)
+    (line,) = str(error.value).splitlines()[1:]
+    roles = "updates/inner_states/{}/inner_state/momentum/mu float32[3, 4]"
+    assert line == (
+        f"  b/kernel: saved {roles.format('mlp_in')}; needed {roles.format('attention')}"
+    )
+    halved = symoptax.layerwise(RATE, SMALL_RULES, mu_dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"3 parameters or counters.*\n.*needed .* bfloat16"):
+        symoptax.check_fingerprint(saved, halved, SMALL)
 
 
 def test_an_added_leaf_is_an_error_that_names_it(saved):
