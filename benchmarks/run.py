@@ -25,14 +25,18 @@ BENCHMARKS = {
 
 def main(names: list[str]) -> None:
     """Run the named benchmarks, or all of them."""
-    readme = pathlib.Path(__file__).parent / "README.md"
     print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
     for name in names or BENCHMARKS:
-        result = BENCHMARKS[name]()
-        print(f"\n{name}\n{result}", flush=True)
-        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, rest = readme.read_text().split(start)
-        readme.write_text(f"{before}{start}\n{result}\n{end}{rest.split(end)[1]}")
+        write(name, BENCHMARKS[name]())
+
+
+def write(name: str, result: str) -> None:
+    """Print a table, and put it between its marks in README.md."""
+    print(f"\n{name}\n{result}", flush=True)
+    readme = pathlib.Path(__file__).parent / "README.md"
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, rest = readme.read_text().split(start)
+    readme.write_text(f"{before}{start}\n{result}\n{end}{rest.split(end)[1]}")
 
 
 if __name__ == "__main__":
