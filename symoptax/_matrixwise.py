@@ -11,7 +11,13 @@ import optax
 
 from symoptax._each_matrix import unstack, written_out
 from symoptax._map import MatrixMap, check_map
-from symoptax._mesh.exchange import Spread, compute, placed_by_the_compiler, placement_of
+from symoptax._mesh.exchange import (
+    Spread,
+    back_in_place,
+    compute,
+    placed_by_the_compiler,
+    placement_of,
+)
 from symoptax._mesh.layouts import Place, opened_place, places, sums_sent
 from symoptax._mesh.record import Decision, record, warn
 from symoptax._paths import check_floating, in_print, paired_leaves
@@ -81,7 +87,6 @@ def matrixwise_by_leaf(maps: MapFn, view: ViewOrFn) -> optax.GradientTransformat
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
-        del params
         own = checked(updates)
         arrays, structure = jax.tree.flatten(updates)
         taken = [index for index, leaf in enumerate(own) if leaf.map is not None]
@@ -92,8 +97,9 @@ def matrixwise_by_leaf(maps: MapFn, view: ViewOrFn) -> optax.GradientTransformat
             return _apply([own[index] for index in taken], given, where)
 
         results = placed_by_the_compiler(compute, [arrays[index] for index in taken])
-        for index, result in zip(taken, results, strict=True):
-            arrays[index] = result
+        beside = structure.flatten_up_to(updates if params is None else params)
+        for index, result, place in zip(taken, results, where, strict=True):
+            arrays[index] = back_in_place(result, beside[index], place)
         return structure.unflatten(arrays), state
 
     return optax.GradientTransformation(init, update)

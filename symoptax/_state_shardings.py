@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from symoptax._paths import named_leaves, suffixes
 
 
-def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
+def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: Any = None) -> Any:
     """Return the sharding of every leaf of `tx.init(params)`, for any Optax transformation.
 
     A leaf of the state that has the path and the shape of a parameter is placed as the parameter
@@ -21,17 +21,21 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
     Args:
       tx: the transformation.
-      params: arrays, or `jax.ShapeDtypeStruct`s with a sharding.
+      params: arrays, or `jax.ShapeDtypeStruct`s; boxed by Flax or not.
+      shardings: where the parameters live, as a tree like `params` with or without boxes, such as
+        `flax.linen.logical_to_mesh_sharding` returns; None takes it from the arrays.
 
     Raises:
       ValueError: for a parameter without a sharding.
     """
     leaves, _ = named_leaves(params)
     places = {name: getattr(leaf, "sharding", None) for name, leaf in leaves}
+    if shardings is not None:
+        places |= {name: place for name, place in named_leaves(shardings)[0] if name in places}
     if missing := [name for name, place in places.items() if place is None]:
         raise ValueError(
-            f"No sharding of {', '.join(missing)}: pass arrays, or jax.ShapeDtypeStruct(shape, "
-            "dtype, sharding=...)."
+            f"No sharding of {', '.join(missing)}: pass arrays, jax.ShapeDtypeStruct(shape, "
+            "dtype, sharding=...), or a tree of shardings."
         )
     shapes = {name: leaf.shape for name, leaf in leaves}
     everywhere = _replicated(list(places.values()))

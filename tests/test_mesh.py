@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -86,6 +88,17 @@ def test_stacks_are_exchanged_once_each_way(sizes, shape, spec, ideal, how, capf
     assert flops <= 1.05 * np.ceil(matrices) * 193e9 / 2
     share = np.ceil(matrices) * 1024 * 4096 * 4
     assert compiled.memory_analysis().temp_size_in_bytes <= 2.4 * share
+
+
+@pytest.mark.parametrize(("sizes", "shape", "spec", "ideal"), STACKS.values(), ids=STACKS.keys())
+def test_parameters_stay_where_they_are_without_being_told(sizes, shape, spec, ideal):
+    # Nothing but the arguments says where parameters live: no `out_shardings`, no constraint.
+    params = shapes_on(mesh_of(sizes), {"w": shape}, {"w": spec})
+    tx = symoptax.polar(view=VIEWS[len(shape)])
+    step = jax.jit(lambda g, p: optax.apply_updates(p, tx.update(g, tx.init(p), p)[0]))
+    compiled = step.lower(params, params).compile()
+    assert compiled.output_shardings["w"].is_equivalent_to(params["w"].sharding, len(shape))
+    assert wire(compiled)[0] <= 1.001 * ideal + 1e-3
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -270,6 +283,62 @@ def test_a_parameter_without_a_sharding_is_named():
     params = {"w": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     with pytest.raises(ValueError, match=r"No sharding of w: .*sharding="):
         symoptax.state_shardings(symoptax.row_norm_m(0.1), params)
+
+
+class Block(nn.Module):
+    """A layer of linen with logical axes."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        return nn.Dense(16, kernel_init=init, use_bias=False, name="up")(x)
+
+
+DENSE = [ParamRule("**/up/kernel", "mlp_in", "d neuron -> neuron d")]
+
+
+def test_linen_logical_axes_place_the_state():
+    mesh = mesh_of(TENSOR)
+    abstract = jax.eval_shape(Block().init, jax.random.key(0), jnp.ones((2, 8)))["params"]
+    shardings = nn.logical_to_mesh_sharding(
+        nn.get_partition_spec(abstract), mesh, [("embed", "fsdp"), ("mlp", "tensor")]
+    )
+    tx = symoptax.layerwise(0.1, DENSE)
+    places = symoptax.state_shardings(tx, abstract, shardings)
+    assert jax.tree.structure(places) == jax.tree.structure(jax.eval_shape(tx.init, abstract))
+    (momentum,) = jax.tree.leaves(places["updates"].inner_states["mlp_in"])
+    assert momentum == NamedSharding(mesh, P("fsdp", "tensor"))
+    # Boxed or not, the state is the same, and it is created where it belongs.
+    params = jax.jit(
+        lambda: nn.meta.unbox(Block().init(jax.random.key(0), jnp.ones((2, 8)))["params"]),
+        out_shardings=shardings,
+    )()
+    state = jax.jit(tx.init, out_shardings=symoptax.state_shardings(tx, params))(params)
+    (momentum,) = jax.tree.leaves(state["updates"].inner_states["mlp_in"])
+    assert momentum.sharding.is_equivalent_to(params["up"]["kernel"].sharding, 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_an_nnx_optimizer_keeps_parameters_and_state_in_place(kind):
+    mesh = mesh_of(TENSOR, kind)
+    sharding = NamedSharding(mesh, P("fsdp", "tensor"))
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(128, 256, use_bias=False, rngs=nnx.Rngs(0))
+        model.kernel.set_value(jax.device_put(model.kernel.get_value(), sharding))
+        rules = [ParamRule("kernel", "mlp_in", "d neuron -> neuron d")]
+        optimizer = nnx.Optimizer(model, symoptax.layerwise(0.1, rules), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((4, 128))) ** 2))(model)
+            optimizer.update(model, grads)
+
+        for _ in range(2):
+            step(model, optimizer)
+    momenta = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.shape == (128, 256)]
+    assert len(momenta) == 1
+    for leaf in (*momenta, model.kernel.get_value()):
+        assert leaf.sharding.is_equivalent_to(sharding, 2)
 
 
 OPTIMIZERS = {

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from symoptax._cost import Cost
@@ -169,6 +171,13 @@ def uncut(x: jax.Array, pieces: int, summed_axis: int, *, strided: bool) -> jax.
     x = x.reshape(*kept, count // pieces, pieces, m, part)
     x = jnp.moveaxis(x, -3, -1 if strided else -2)
     return x.reshape(*kept, count // pieces, m, part * pieces)
+
+
+def back_in_place(result: jax.Array, beside: jax.Array, place: Place | None) -> jax.Array:
+    """Have XLA spread a result like its parameter, where only XLA knows how that is."""
+    if place is None or None not in place.layout:
+        return result
+    return shard_alike(beside, result)[1] if isinstance(result, Tracer) else result
 
 
 def placed_by_the_compiler(

@@ -188,7 +188,9 @@ class _Stack:
 
     def _steps(self, moves: Sequence[_Move], pieces: int) -> tuple[PartitionSpec, ...]:
         layout = list(self.source)
-        if pieces > 1 or self.joined:
+        # Copies come back as copies, which only a whole axis says where nothing else is known.
+        copies = any(move.here == -1 and move.name in _USUALLY_COPIES for move in moves)
+        if pieces > 1 or self.joined or copies:
             layout[self.count_axis] = ()
         steps = [] if all(names is None for names in layout) else [_spec(layout)]
         for name, _, here, there in moves:
