@@ -9,7 +9,7 @@ Writes its tables into README.md. The second one takes half an hour.
 import os
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=" + os.environ.get("DEVICES", "8")
 # For libtpu without a TPU, and for more than one such process.
 os.environ |= {
     "JAX_PLATFORMS": "cpu",

@@ -64,15 +64,14 @@ def test_a_plan_holds_for_any_chain_and_any_container():
     assert row.sent == 2 * 7 / 8 * 512 * 1024 * 4
 
 
-def test_bfloat16_halves_what_is_sent():
+def test_gradients_in_bfloat16_halve_what_is_sent():
     mesh = mesh_of({"fsdp": 8})
-    sent = {
-        dtype: symoptax.plan(
-            symoptax.polar(), {"w": placed(mesh, P(None, "fsdp"), 8, 512, 1024, dtype=dtype)}
-        ).sent
+    params, grads = (
+        {"w": placed(mesh, P(None, "fsdp"), 8, 512, 1024, dtype=dtype)}
         for dtype in (jnp.float32, jnp.bfloat16)
-    }
-    assert sent[jnp.bfloat16] == sent[jnp.float32] / 2
+    )
+    tx = symoptax.muon(0.1, mu_dtype=jnp.bfloat16)
+    assert symoptax.plan(tx, params, grads).sent == symoptax.plan(tx, params).sent / 2
 
 
 def test_work_that_cannot_be_shared_is_said_loudly():

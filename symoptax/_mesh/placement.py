@@ -44,7 +44,6 @@ class Placement:
       shared: how many devices compute a matrix together, each a part of the summed side.
       repeated: how many devices do the same work.
       wire: bytes that one device sends, there and back.
-      gathered: bytes that one device receives of what it would not need if the work were shared.
       flops: floating-point operations of one device.
       memory: bytes of what one device holds of the stack in float32, and of its Gram matrices.
     """
@@ -56,7 +55,6 @@ class Placement:
     shared: int
     repeated: int
     wire: float
-    gathered: float
     flops: float
     memory: float
 
@@ -141,7 +139,6 @@ class _Stack:
             _Move(name, size, self.lies_on(name), target)
             for (name, size), target in zip(self.axes, targets, strict=True)
         ]
-
         order = [name for name, _ in self.axes]
 
         def rank(move: _Move) -> tuple[int, int]:
@@ -220,7 +217,7 @@ class _Stack:
         filled = -(-padded // on_count) * on_count
         held = self.itemsize * math.prod(kept) * filled * m * n
         held /= math.prod(size for _, size, here, _ in moves if here is not None)
-        wire = gathered = 0.0
+        wire = 0.0
         for _, size, here, there in moves:
             part = (size - 1) / size
             if here == there:
@@ -231,7 +228,6 @@ class _Stack:
             elif there is None:
                 held *= size
                 wire += held * part
-                gathered += held * part
             else:
                 wire += 2 * held * part
         cost = self.cost
@@ -253,7 +249,6 @@ class _Stack:
             shared=shared,
             repeated=repeated,
             wire=wire,
-            gathered=gathered,
             flops=flops * matrices,
             memory=matrices * (4.0 * m * n / shared + 3 * grams),
         )

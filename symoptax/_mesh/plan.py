@@ -73,7 +73,9 @@ class Plan:
         return "\n".join([*lines, *(f"Warning: {text}" for text in self.warnings)])
 
 
-def plan(tx: optax.GradientTransformation, params: Any, *, strict: bool = False) -> Plan:
+def plan(
+    tx: optax.GradientTransformation, params: Any, grads: Any = None, *, strict: bool = False
+) -> Plan:
     """Return where every leaf will be computed, and what one device sends and multiplies.
 
     It is read off the program of `on_mesh(tx, params)` while that is traced, so it is what the
@@ -84,6 +86,7 @@ def plan(tx: optax.GradientTransformation, params: Any, *, strict: bool = False)
     Args:
       tx: the transformation, of the whole tree.
       params: arrays on a mesh, or `jax.ShapeDtypeStruct`s with a `NamedSharding`.
+      grads: the gradients, where their dtype is another, which is then that of what is sent.
       strict: raise for a plan that gathers or repeats what could be shared.
 
     Raises:
@@ -98,7 +101,8 @@ def plan(tx: optax.GradientTransformation, params: Any, *, strict: bool = False)
     )
     with recording() as decisions, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MeshWarning)
-        jax.jit(lambda *args: told.update(*args)).trace(params, state, params)
+        given = params if grads is None else grads
+        jax.jit(lambda *args: told.update(*args)).trace(given, state, params)
     problems = tuple(str(w.message) for w in caught if issubclass(w.category, MeshWarning))
     if strict and problems:
         raise ValueError("The plan costs more than it had to:\n" + "\n".join(problems))
