@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from symoptax._cost import Cost
 from symoptax._each_matrix import unstack, written_out
 from symoptax._map import MatrixMap, check_map
 from symoptax._mesh.exchange import (
@@ -31,11 +32,6 @@ MapFn = Callable[[Any], Any]
 
 # Less work than this takes less than a millisecond.
 _LARGE_FLOPS = 1e10
-_MENDS = {
-    "repeated": "give the mesh axes that it leaves idle to other leaves, or use fewer devices",
-    "whole": "use method='auto', which can share a matrix between devices",
-    "cut": "spread another axis, or keep the parts in leaves of their own",
-}
 
 
 def matrixwise(update_map: MatrixMap, view: ViewOrFn = None) -> optax.GradientTransformation:
@@ -98,8 +94,11 @@ def matrixwise_by_leaf(maps: MapFn, view: ViewOrFn) -> optax.GradientTransformat
 
         results = placed_by_the_compiler(compute, [arrays[index] for index in taken])
         beside = structure.flatten_up_to(updates if params is None else params)
-        for index, result, place in zip(taken, results, where, strict=True):
-            arrays[index] = back_in_place(result, beside[index], place)
+        beside = [beside[index] for index in taken]
+        kinds = [own[index].view for index in taken]
+        results = back_in_place(results, beside, where, kinds)
+        for index, result in zip(taken, results, strict=True):
+            arrays[index] = result
         return structure.unflatten(arrays), state
 
     return optax.GradientTransformation(init, update)
@@ -166,9 +165,8 @@ def _apply(
     for leaf, array, place in zip(leaves, arrays, where, strict=True):
         assert leaf.map is not None
         assert leaf.view is not None
-        if place is not None and (moved := leaf.view.breaks(array.shape, place.layout, place.axes)):
-            size = f"{array.nbytes / 2**20:.3g} MiB"
-            warn([leaf.name], f"{moved}, so that {size} have to be sent around", _MENDS["cut"])
+        if place is not None:
+            _warn_of_moves(leaf, array, place)
         stacks = leaf.view.open(array)
         opened.append(stacks)
         own = None if place is None else opened_place(place, leaf.view)
@@ -179,6 +177,15 @@ def _apply(
         for leaf, array, stacks in zip(leaves, arrays, opened, strict=True)
         if leaf.view is not None
     ]
+
+
+def _warn_of_moves(leaf: _Leaf, array: jax.Array, place: Place) -> None:
+    """Warn where a leaf cannot be opened without sending it around."""
+    assert leaf.view is not None
+    if moved := leaf.view.breaks(array.shape, place.layout, place.axes):
+        size = f"{array.nbytes / 2**20:.3g} MiB"
+        mend = "spread another axis, or keep the parts in leaves of their own"
+        warn([leaf.name], f"{moved}, so that {size} have to be sent around", mend)
 
 
 def _apply_together(matrices: Sequence[_Matrices]) -> list[jax.Array]:
@@ -219,8 +226,18 @@ def _on_mesh(group: Sequence[_Matrices]) -> list[jax.Array]:
     record(Decision(names, first.map.name, shape, placement, placement.wire))
     if placement.repeated > 1 and placement.flops > _LARGE_FLOPS:
         devices = f"{placement.repeated} devices do the same {placement.flops / 1e9:.3g} GF each"
-        warn(names, devices, _MENDS["repeated"] if cost else _MENDS["whole"])
+        warn(names, devices, _mend((m, n), cost, first.place))
     return compute(first.apply, spreads, placement, summed_axis)
+
+
+def _mend(shape: tuple[int, int], cost: Cost | None, place: Place | None) -> str:
+    """Say what would let all devices share the work."""
+    if cost is None:
+        return "use method='auto', which can share a matrix between devices"
+    devices = math.prod(size for _, size in place.axes) if place else 1
+    if shape[cost.summed_axis] % devices:
+        return f"make the size {shape[cost.summed_axis]} a multiple of the {devices} devices"
+    return "there are more devices than such small matrices can use"
 
 
 def _spread(each: _Matrices) -> Spread:

@@ -6,7 +6,7 @@ at once. Stacks that lie alike travel together.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -173,11 +173,32 @@ def uncut(x: jax.Array, pieces: int, summed_axis: int, *, strided: bool) -> jax.
     return x.reshape(*kept, count // pieces, m, part * pieces)
 
 
-def back_in_place(result: jax.Array, beside: jax.Array, place: Place | None) -> jax.Array:
-    """Have XLA spread a result like its parameter, where only XLA knows how that is."""
-    if place is None or None not in place.layout:
-        return result
-    return shard_alike(beside, result)[1] if isinstance(result, Tracer) else result
+def back_in_place(
+    results: Sequence[jax.Array],
+    beside: Sequence[jax.Array],
+    where: Sequence[Place | None],
+    kinds: Sequence[Hashable],
+) -> list[jax.Array]:
+    """Have XLA spread results like their parameters, where only XLA knows how that is.
+
+    Leaves of one kind are taken to lie alike.
+    """
+    seen: dict[Any, list[Hashable]] = {}
+
+    def alike(
+        result: jax.Array, param: jax.Array, place: Place | None, kind: Hashable
+    ) -> jax.Array:
+        if place is None or None not in place.layout or not isinstance(result, Tracer):
+            return result
+        others = seen.setdefault((result.shape, result.dtype, param.dtype), [])
+        if kind not in others:
+            others.append(kind)
+        # JAX lowers it once for arguments of the same type, which ties all of them together.
+        apart = tuple(range(others.index(kind)))
+        pair = (jnp.expand_dims(x, apart) for x in (param, result))
+        return jnp.squeeze(shard_alike(*pair)[1], apart)
+
+    return [alike(*each) for each in zip(results, beside, where, kinds, strict=True)]
 
 
 def placed_by_the_compiler(

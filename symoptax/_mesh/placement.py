@@ -90,11 +90,13 @@ def choose(
     """
     places = [*range(len(shape) - 2), *([] if cost is None else [cost.summed_axis + len(shape)])]
     candidates = []
+    stack = _Stack(shape, axes, source, itemsize, cost, joined)
     for targets in itertools.product([*places, None], repeat=len(axes)):
-        stack = _Stack(shape, axes, source, itemsize, cost, joined)
-        candidates.append(stack.placed(targets))
-        if may_cut:
-            candidates.append(stack.placed(targets, cut=True))
+        for gathers_first in (False, True):
+            moves = stack.moves(targets, gathers_first=gathers_first)
+            candidates.append(stack.placed(moves))
+            if may_cut:
+                candidates.append(stack.placed(moves, cut=True))
     return min((c for c in candidates if c), key=lambda c: (c.price, len(c.steps)))
 
 
@@ -129,11 +131,12 @@ class _Stack:
                 return axis
         return -1 if None in self.source else None
 
-    def moves(self, targets: Sequence[int | None]) -> list[_Move]:
+    def moves(self, targets: Sequence[int | None], *, gathers_first: bool) -> list[_Move]:
         """Return how each mesh axis moves, in the order in which they do.
 
-        First what only drops copies, which makes the rest smaller; what gathers last. Of several
-        on one axis of the stack the innermost leaves first, which leaves the others contiguous.
+        First what only drops copies, which makes the rest smaller; what gathers last, unless that
+        divides unevenly. Of several on one axis of the stack the innermost leaves first, which
+        leaves the others contiguous.
         """
         moves = [
             _Move(name, size, self.lies_on(name), target)
@@ -145,29 +148,32 @@ class _Stack:
             if move.here is None or (move.here < 0 and move.name in _USUALLY_COPIES):
                 return 0, 0
             names = (self.source[move.here] if move.here >= 0 else None) or order
-            return 2 if move.there is None else 1, -names.index(move.name)
+            stage = 2 if not gathers_first else 1
+            return stage if move.there is None else 3 - stage, -names.index(move.name)
 
         return sorted(moves, key=rank)
 
-    def placed(self, targets: Sequence[int | None], *, cut: bool = False) -> Placement | None:
-        """Return the placement with each mesh axis on its target, or None where it is useless."""
-        moves = self.moves(targets)
+    def placed(self, moves: Sequence[_Move], *, cut: bool = False) -> Placement | None:
+        """Return the placement that the moves lead to, or None where it is useless or uneven."""
         ways = [1] * len(self.shape)
         for _, size, _, there in moves:
             if there is not None:
                 if ways[there] >= self.shape[there] and not (cut and there == self.count_axis):
                     return None
                 ways[there] *= size
-        count, on_count = self.shape[self.count_axis], ways[self.count_axis]
         if cut:
             found = self._cut(moves, ways)
             if found is None:
                 return None
             padded, pieces = found
         else:
-            several = sum(there == self.count_axis for *_, there in moves) > 1
-            padded, pieces = -(-count // on_count) * on_count if several else count, 1
-        steps = self._steps(moves, pieces)
+            on_count = ways[self.count_axis]
+            padded, pieces = -(-self.shape[self.count_axis] // on_count) * on_count, 1
+        whole = self.joined or pieces > 1 or padded > self.shape[self.count_axis]
+        layouts = self._layouts(moves, whole=whole)
+        if not all(self._divides(layout) for layout in layouts[1:]):
+            return None
+        steps = tuple(_spec(layout) for layout in layouts)
         return self._priced(moves, ways, padded, pieces, steps)
 
     def _cut(self, moves: Sequence[_Move], ways: list[int]) -> tuple[int, int] | None:
@@ -183,13 +189,17 @@ class _Stack:
             return None
         return count * before, pieces
 
-    def _steps(self, moves: Sequence[_Move], pieces: int) -> tuple[PartitionSpec, ...]:
+    def _layouts(self, moves: Sequence[_Move], *, whole: bool) -> list[Layout]:
+        """Return the layouts on the way, from where the stack lies if anything is known of that.
+
+        `whole` says that the stack has been joined, cut or filled up along its count.
+        """
         layout = list(self.source)
         # Copies come back as copies, which only a whole axis says where nothing else is known.
         copies = any(move.here == -1 and move.name in _USUALLY_COPIES for move in moves)
-        if pieces > 1 or self.joined or copies:
+        if whole or copies:
             layout[self.count_axis] = ()
-        steps = [] if all(names is None for names in layout) else [_spec(layout)]
+        layouts: list[Layout] = [tuple(layout)]
         for name, _, here, there in moves:
             if here == there:
                 continue
@@ -197,9 +207,19 @@ class _Stack:
                 layout[here] = tuple(n for n in layout[here] or () if n != name)
             if there is not None:
                 layout[there] = (*(layout[there] or ()), name)
-            steps.append(_spec(layout))
-        home = _spec([names or () for names in layout])
-        return (*steps[:-1], home)
+            layouts.append(tuple(layout))
+        home = tuple(names or () for names in layout)
+        if all(names is None for names in layouts[0]):
+            layouts = layouts[1:]
+        return [*layouts[:-1], home]
+
+    def _divides(self, layout: Layout) -> bool:
+        """Return whether all devices hold as much; else XLA gathers. The count is filled up."""
+        sizes = dict(self.axes)
+        return all(
+            axis == self.count_axis or size % math.prod(sizes[n] for n in names or ()) == 0
+            for axis, (size, names) in enumerate(zip(self.shape, layout, strict=True))
+        )
 
     def _priced(
         self,
@@ -228,6 +248,8 @@ class _Stack:
             elif there is None:
                 held *= size
                 wire += held * part
+            elif here < 0 and there != self.count_axis and there >= len(kept):
+                wire += held * part  # as likely as not it lies there already
             else:
                 wire += 2 * held * part
         cost = self.cost
