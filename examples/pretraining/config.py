@@ -1,6 +1,7 @@
 """One frozen dataclass holds every setting; the flags are generated from it."""
 
 import dataclasses
+import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -85,7 +86,7 @@ def parse_flags(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     except flags.Error as error:
         raise InputError(str(error)) from error
     if values.help:
-        print(values.get_help())
+        print(f"{sys.modules['__main__'].__doc__ or ''}\n{values.get_help()}")
         raise SystemExit(0)
     if len(rest) > 1:
         raise InputError(f"unexpected argument {rest[1]!r}: settings are given as --name=value")

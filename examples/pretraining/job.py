@@ -1,9 +1,10 @@
 """Check a run from its settings to its data before it writes anything."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -16,7 +17,7 @@ from pretraining.dataset import Dataset, prepare
 from pretraining.errors import InputError
 from pretraining.loader import Loader, make_loader, validation_batches
 from pretraining.optimizers import make_optimizer
-from pretraining.sharding import batch_sharding, make_mesh, placed
+from pretraining.sharding import batch_part, batch_sharding, make_mesh, placed
 from pretraining.train import TrainState
 
 
@@ -33,11 +34,32 @@ class Job:
     graphdef: nnx.GraphDef
     target: TrainState  # Shapes, dtypes and shardings.
     loader: Loader
+    part: tuple[int, int]  # Of each batch: which one this process loads, of how many.
     resume_step: int | None
 
     @property
     def shardings(self) -> TrainState:
         return jax.tree.map(lambda leaf: leaf.sharding, self.target)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What the processes of one run have in common."""
+        config = dataclasses.replace(self.config, cache_dir="")
+        entropy = f"{self.dataset.baselines.unigram:.6f}"
+        data = (self.dataset.train_tokens, self.dataset.val_tokens, entropy)
+        return config, data, self.model, self.resume_step
+
+    def validation_batches(self) -> Iterator[np.ndarray]:
+        """Return this process's part of the batches of one evaluation."""
+        index, count = self.part
+        return validation_batches(
+            self.dataset.val_shards,
+            self.config.batch_size,
+            self.config.seq_len,
+            self.config.eval_batches,
+            process_index=index,
+            process_count=count,
+        )
 
 
 def _model_config(config: Config) -> Qwen3Config:
@@ -71,17 +93,23 @@ def prepare_job(config: Config) -> Job:
     mesh, model = make_mesh(config.mesh), _model_config(config)
     rules = rules_for(model)
     tx = make_optimizer(config, rules)
-    batch_sharding(mesh, config.batch_size // config.accumulate)  # raises where it does not fit
+    # Raises where it does not fit.
+    rows = batch_sharding(mesh, config.batch_size // config.accumulate)
+    index, count = batch_part(rows, config.batch_size)
     resume_step = find_resume_step(config)
     dataset = prepare(config.data, vocab_size=model.vocab_size, cache_dir=config.cache_dir)
     model = dataclasses.replace(model, vocab_size=dataset.vocab_size)
     graphdef, target = _abstract_state(model, tx, mesh)
+    tx = symoptax.on_mesh(tx, target.params)
     loader = make_loader(
         dataset.train_shards,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         seed=config.seed,
+        process_index=index,
+        process_count=count,
     )
-    # Raises where there is too little validation text for one batch.
-    validation_batches(dataset.val_shards, config.batch_size, config.seq_len, 1)
-    return Job(config, dataset, mesh, model, tx, rules, graphdef, target, loader, resume_step)
+    part = (index, count)
+    job = Job(config, dataset, mesh, model, tx, rules, graphdef, target, loader, part, resume_step)
+    job.validation_batches()  # Raises where there is too little text for one batch.
+    return job

@@ -37,15 +37,33 @@ def _truncate(path: Path, last: int) -> None:
     os.replace(partial, path)
 
 
+class _Files:
+    """metrics.jsonl and TensorBoard, from the step after `start` on."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        _truncate(folder / "metrics.jsonl", start)
+        self._lines = (folder / "metrics.jsonl").open("a", buffering=1)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._lines.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._lines.close()
+        self._board.close()
+
+
 class Recorder:
-    """Write the metrics of a run everywhere, those of a step once the next one is dispatched."""
+    """Write the metrics of a run everywhere, those of a step once the next one is dispatched.
+
+    Of several processes the first one writes; the others keep step with it.
+    """
 
     def __init__(self, config: Config, start: int, console: Console) -> None:
         self._config, self._console = config, console
-        folder = Path(config.out_dir)
-        _truncate(folder / "metrics.jsonl", start)
-        self._file = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+        self._files = _Files(Path(config.out_dir), start) if jax.process_index() == 0 else None
         self._pending: tuple[int, Metrics] | None = None
         self._seconds: deque[float] = deque(maxlen=20)
         self._clock = time.perf_counter()
@@ -64,8 +82,8 @@ class Recorder:
     ) -> None:
         if self._live:
             self._live.stop()
-        self._file.close()
-        self._board.close()
+        if self._files:
+            self._files.close()
 
     def train(self, step: int, metrics: Metrics) -> None:
         """Take the metrics of `step`, and write those of the step before."""
@@ -100,9 +118,8 @@ class Recorder:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        if self._files:
+            self._files.write(step, values)
 
     def _show(self, step: int, values: dict[str, float], seconds_left: float | None) -> None:
         text = (

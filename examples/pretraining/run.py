@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 from flax import nnx
 from rich.console import Console
 
@@ -15,8 +16,8 @@ from pretraining.checkpoint import Checkpoints
 from pretraining.config import Config
 from pretraining.errors import InputError
 from pretraining.job import Job, prepare_job
-from pretraining.loader import validation_batches
 from pretraining.optimizers import ROUTED, make_schedule, routing_options
+from pretraining.processes import begin_together, stop_together
 from pretraining.progress import Recorder
 from pretraining.report import summarize, write_report
 from pretraining.sharding import batch_sharding
@@ -24,7 +25,6 @@ from pretraining.train import (
     Hook,
     LossFn,
     TrainState,
-    catch_signals,
     evaluate,
     make_loss,
     make_train_step,
@@ -37,13 +37,13 @@ INTERRUPTED = 130
 
 def run(config: Config, console: Console) -> int:
     """Train as `config` says; return 0, or `INTERRUPTED` when a signal stopped the run."""
-    job = prepare_job(config)
+    job = begin_together(lambda: prepare_job(config), lambda job: job.identity)
     start = job.resume_step or 0
     with contextlib.ExitStack() as stack:
         stack.callback(job.loader.close)
         checkpoints = stack.enter_context(contextlib.closing(_open_folder(config)))
         state = _start(job, checkpoints)
-        stopped = stack.enter_context(catch_signals())
+        stopped = stack.enter_context(stop_together(start))
         recorder = stack.enter_context(Recorder(config, start, console))
         recorder.say(f"data: {job.dataset.description}")
         step = _train(job, state, start, checkpoints, recorder, stopped)
@@ -51,8 +51,9 @@ def run(config: Config, console: Console) -> int:
             recorder.say(
                 f"stopped and saved at step {step}: go on with --resume and the same flags"
             )
-            return INTERRUPTED if stopped() else 0
-    console.print(_finish(job), highlight=False, markup=False, soft_wrap=True)
+            return 0 if 0 < config.stop_at_step <= step else INTERRUPTED
+    if jax.process_index() == 0:
+        console.print(_finish(job), highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -68,7 +69,14 @@ def _open_folder(config: Config) -> Checkpoints:
 def _initial_state(job: Job) -> TrainState:
     # Not compiled as a whole: XLA takes longer over the random numbers than the model to make them.
     params = nnx.as_pure(nnx.state(Qwen3(job.model, nnx.Rngs(job.config.seed))))
-    params = jax.device_put(params, job.shardings.params)
+    # Every process has them all and keeps its shards; `device_put` would compare them first.
+    params = jax.tree.map(
+        lambda leaf, place: jax.make_array_from_callback(
+            leaf.shape, place, np.asarray(leaf).__getitem__
+        ),
+        params,
+        job.shardings.params,
+    )
     # Compiled, since only `out_shardings` also places the counters on the whole mesh.
     init = jax.jit(job.tx.init, out_shardings=job.shardings.opt_state)
     return TrainState(params, init(params))
@@ -82,16 +90,20 @@ def _start(job: Job, checkpoints: Checkpoints) -> TrainState:
     return state
 
 
+def _placed(job: Job, batches: Iterable[np.ndarray]) -> Iterator[jax.Array]:
+    """Join the parts of each batch that the processes have loaded."""
+    rows = batch_sharding(job.mesh, job.config.batch_size)
+    shape = (job.config.batch_size, job.config.seq_len + 1)
+    return (jax.make_array_from_process_local_data(rows, batch, shape) for batch in batches)
+
+
 def _hooks(job: Job, checkpoints: Checkpoints, recorder: Recorder, loss: LossFn) -> list[Hook]:
-    config, place = job.config, batch_sharding(job.mesh, job.config.batch_size)
+    config = job.config
 
     def validate(step: int, state: TrainState) -> None:
         recorder.flush()
-        batches = validation_batches(
-            job.dataset.val_shards, config.batch_size, config.seq_len, config.eval_batches
-        )
-        placed = (jax.device_put(batch, place) for batch in batches)
-        recorder.validation(step, evaluate(loss, state.params, placed))
+        batches = _placed(job, job.validation_batches())
+        recorder.validation(step, evaluate(loss, state.params, batches))
 
     def save(step: int, state: TrainState) -> None:
         recorder.flush()
@@ -106,16 +118,15 @@ def _train(
     start: int,
     checkpoints: Checkpoints,
     recorder: Recorder,
-    stopped: Callable[[], bool],
+    stopped: Callable[[int], bool],
 ) -> int:
     config, loss = job.config, make_loss(job.graphdef)
     train_step = make_train_step(
         loss, job.tx, make_schedule(config), config.accumulate, job.shardings
     )
-    place = batch_sharding(job.mesh, config.batch_size // config.accumulate)
-    batches = (jax.device_put(batch, place) for batch in job.loader)
     hooks = _hooks(job, checkpoints, recorder, jax.jit(loss))
     steps = range(start + 1, (config.stop_at_step or config.steps) + 1)
+    batches = _placed(job, job.loader)
     state, step = train(state, train_step, batches, steps, recorder.train, hooks, stopped)
     # The last step of a run is evaluated too; every way out of the loop is saved.
     for hook in hooks if step == config.steps else hooks[1:]:

@@ -26,6 +26,8 @@ def make_mesh(text: str) -> Mesh:
     wanted, devices = math.prod(sizes.values()), jax.devices()
     if wanted > len(devices):
         raise InputError(f"--mesh={text}: needs {wanted} devices, but there are {len(devices)}")
+    if jax.process_count() > 1 and wanted < len(devices):
+        raise InputError(f"--mesh={text}: several processes must use all {len(devices)} devices")
     return jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),
@@ -65,3 +67,18 @@ def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
     if rows % ways:
         raise InputError(f"a (micro-)batch of {rows} sequences cannot be split over fsdp:{ways}")
     return NamedSharding(mesh, PartitionSpec("fsdp" if "fsdp" in mesh.shape else None))
+
+
+def batch_part(place: NamedSharding, rows: int) -> tuple[int, int]:
+    """Return which part of a batch this process loads, and of how many.
+
+    Processes that hold the same rows load the same part; where they overlap otherwise, all load
+    the whole batch.
+    """
+    held: dict[int, set[int]] = {}
+    for device, (index,) in place.devices_indices_map((rows,)).items():
+        held.setdefault(device.process_index, set()).add(index.start or 0)
+    parts = sorted({tuple(sorted(starts)) for starts in held.values()})
+    if sum(map(len, parts)) > len(set().union(*parts)):
+        return 0, 1
+    return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)

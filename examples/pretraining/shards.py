@@ -7,6 +7,7 @@ delimiters before each document, delimiters after each document; the rest is zer
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def write_shard(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("wb") as file:
             file.write(bytes(HEADER_BYTES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def _load(path: Path) -> Tokenizer | None:
 
 def _save(tokenizer: Tokenizer, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         tokenizer.save(str(temporary))
         os.replace(temporary, path)

@@ -90,9 +90,9 @@ def train(
     steps: range,
     record: Callable[[int, Metrics], None],
     hooks: Sequence[Hook],
-    stopped: Callable[[], bool],
+    stopped: Callable[[int], bool],
 ) -> tuple[TrainState, int]:
-    """Take the numbered `steps` (from 1) until `stopped`; return the state and the last step.
+    """Take the numbered `steps` (from 1) until one is `stopped`; return state and last step.
 
     `record` gets metrics that may still be computing: reading them at once would stall dispatch.
     """
@@ -103,7 +103,7 @@ def train(
         for hook in hooks:
             if step % hook.every == 0:
                 hook.call(step, state)
-        if stopped():
+        if stopped(step):
             break
     return state, step
 

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from tiny_runs import SMALL, compile_little, logged_losses, saved_arrays, write_texts
 
 import compare
 import pretrain
@@ -23,35 +22,22 @@ from pretraining.checkpoint import Checkpoints
 from pretraining.config import Config, define_flags, differences, from_json, parse_flags
 from pretraining.errors import InputError
 from pretraining.optimizers import make_schedule
-from pretraining.progress import read_metrics
 from pretraining.train import TrainState
 
 SCRIPT = Path(pretrain.__file__)
-SMALL = ["--preset=tiny", "--seq_len=16", "--batch_size=8", "--eval_every=4", "--eval_batches=2"]
-SMALL += ["--warmup_steps=1", "--learning_rate=1e-2", "--log_every=1", "--steps=8"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compile_little(tmp_path_factory):
-    """Share the compiled steps of the runs below, and optimise them little."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_disable_most_optimizations", True)  # They cost more than they save.
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_disable_most_optimizations", False)
-    compilation_cache.reset_cache()
+def little(tmp_path_factory):
+    with compile_little(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 @pytest.fixture(scope="session")
 def data_flags(tmp_path_factory):
     """Flags of a small text corpus and of a cache that all tests share."""
     folder = tmp_path_factory.mktemp("texts")
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "wizards"]
-    rng = np.random.default_rng(0)
-    for index in range(20):
-        text = " ".join(rng.choice(words, 400))
-        (folder / f"{index}.txt").write_text(text)
+    write_texts(folder)
     return [f"--data={folder}", f"--cache_dir={tmp_path_factory.mktemp('cache')}"]
 
 
@@ -63,22 +49,6 @@ def run(data_flags):
         return pretrain.main(["pretrain", f"--out_dir={out_dir}", *data_flags, *SMALL, *extra])
 
     return call
-
-
-def _saved(out_dir, step):
-    """Every array of a checkpoint by path, read without this example's own code."""
-    arrays = {}
-    with ocp.StandardCheckpointer() as reader:
-        for item in ("params", "opt_state"):
-            tree = reader.restore(out_dir.resolve() / "checkpoints" / str(step) / item)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-                arrays[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
-    return arrays
-
-
-def _losses(out_dir):
-    rows = read_metrics(out_dir / "metrics.jsonl")
-    return [(row["step"], row.get("loss"), row.get("val_loss")) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +66,9 @@ def test_a_run_from_flags_to_report(whole):
     assert {path.name for path in whole.iterdir()} == {
         *("checkpoints", "loss.png", "metrics.jsonl", "report.md", "summary.json", "tensorboard")
     }
-    assert [step for step, loss, _ in _losses(whole) if loss] == list(range(1, 9))
+    assert [step for step, loss, _ in logged_losses(whole) if loss] == list(range(1, 9))
     # The last step is evaluated although 8 is no multiple of 3.
-    assert [step for step, _, val_loss in _losses(whole) if val_loss] == [3, 6, 8]
+    assert [step for step, _, val_loss in logged_losses(whole) if val_loss] == [3, 6, 8]
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["state_bytes"] < summary["adamw_state_bytes"]
 
@@ -106,7 +76,7 @@ def test_a_run_from_flags_to_report(whole):
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("optax_muon", marks=pytest.mark.slow)])
 def test_each_optimizer_lowers_the_loss(run, tmp_path, optimizer):
     assert run(tmp_path / "run", f"--optimizer={optimizer}") == 0
-    losses = [loss for _, loss, _ in _losses(tmp_path / "run") if loss is not None]
+    losses = [loss for _, loss, _ in logged_losses(tmp_path / "run") if loss is not None]
     # The first loss is near log(vocabulary) = 5.7; the corpus has 11 words.
     assert losses[-1] < losses[0] - 0.3
 
@@ -119,13 +89,13 @@ def test_resuming_equals_the_unbroken_run_bit_for_bit(run, whole, tmp_path):
     with (halves / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')
     assert run(halves, "--eval_every=3", "--resume") == 0
-    assert _losses(halves) == _losses(whole)
-    expected, found = _saved(whole, 8), _saved(halves, 8)
+    assert logged_losses(halves) == logged_losses(whole)
+    expected, found = saved_arrays(whole, 8), saved_arrays(halves, 8)
     assert expected.keys() == found.keys()
     for path, array in expected.items():
         np.testing.assert_array_equal(array, found[path], err_msg=path)
     # The control: a step more or less is another state.
-    assert any((array != _saved(halves, 3)[path]).any() for path, array in expected.items())
+    assert any((array != saved_arrays(halves, 3)[path]).any() for path, array in expected.items())
 
 
 def test_resume_names_what_differs(run, tmp_path, capsys):
@@ -215,7 +185,7 @@ def test_a_mesh_gives_the_same_losses_and_can_be_left(run, whole, tmp_path):
     assert run(tmp_path / "run", "--eval_every=3", *mesh) == 0
     assert run(tmp_path / "run", "--eval_every=3", "--resume") == 0
     one, two = (
-        [loss or val for _, loss, val in _losses(path)] for path in (whole, tmp_path / "run")
+        [loss or val for _, loss, val in logged_losses(path)] for path in (whole, tmp_path / "run")
     )
     # Sums in another order, once per step, and updates that amplify them a little.
     np.testing.assert_allclose(one, two, rtol=3e-4)
@@ -225,7 +195,9 @@ def test_accumulation_changes_no_losses(run, tmp_path):
     for parts in (1, 4):
         flags = ["--optimizer=adamw", f"--accumulate={parts}", "--stop_at_step=4"]
         assert run(tmp_path / str(parts), *flags) == 0
-    whole, parts = ([loss or val for _, loss, val in _losses(tmp_path / n)] for n in ("1", "4"))
+    whole, parts = (
+        [loss or val for _, loss, val in logged_losses(tmp_path / parts)] for parts in ("1", "4")
+    )
     np.testing.assert_allclose(whole, parts, rtol=1e-4)
 
 
@@ -304,4 +276,4 @@ def test_sigterm_saves_and_the_run_can_go_on(run, data_flags, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
     more = ["--steps=5000", "--resume", f"--stop_at_step={step + 1}"]
     assert run(tmp_path / "run", *more) == 0
-    assert _losses(tmp_path / "run")[-1][0] == step + 1
+    assert logged_losses(tmp_path / "run")[-1][0] == step + 1
