@@ -22,6 +22,9 @@ from symoptax import routes
 from symoptax._layerwise import layerwise
 from symoptax._report import ReportRow, RoutingReport, routing_report
 
+# How it fares while it trains.
+from symoptax._monitor import MonitorState, monitor, monitored
+
 # Whether the claims are true of your model and loss.
 from symoptax._audit.audit import audit
 from symoptax._audit.report import AuditReport, AuditRow

@@ -49,6 +49,7 @@ class Config:
     eval_batches: int = _setting(16, "Most batches per evaluation.", may_change=True)
     checkpoint_every: int = _setting(100, "Steps between checkpoints.", may_change=True)
     log_every: int = _setting(10, "Steps between printed lines.", may_change=True)
+    monitor_every: int = _setting(0, "Steps between measurements of the updates; 0: never.")
     resume: bool = _setting(False, "Go on from the last checkpoint of out_dir.", may_change=True)
     stop_at_step: int = _setting(0, "Save and stop after this step; 0: never.", may_change=True)
 

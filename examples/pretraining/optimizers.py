@@ -93,7 +93,7 @@ def _optax_muon(config: Config, schedule: optax.Schedule) -> optax.GradientTrans
 def make_optimizer(
     config: Config, rules: Sequence[symoptax.ParamRule]
 ) -> optax.GradientTransformation:
-    """Build the optimizer named by `config`, with clipping before it."""
+    """Build the optimizer named by `config`, with clipping before it and a monitor after it."""
     if config.optimizer not in LEARNING_RATES:
         raise InputError(f"--optimizer={config.optimizer}: choose from {', '.join(LEARNING_RATES)}")
     if config.optimizer not in ROUTED and (config.update or config.lr_multiplier):
@@ -108,5 +108,7 @@ def make_optimizer(
         tx = _optax_muon(config, schedule)
     else:
         tx = _routed(config, rules, schedule)
+    if config.monitor_every:
+        tx = optax.chain(tx, symoptax.monitor(rules, config.monitor_every))
     # Outside the partition: one norm over all parameters, whatever their role.
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), tx) if config.clip_norm else tx

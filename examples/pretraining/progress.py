@@ -113,6 +113,11 @@ class Recorder:
         self._write(step, {"val_loss": loss})
         self.say(f"step {step:>6}  validation loss {loss:.4f}")
 
+    def measured(self, step: int, values: dict[str, float]) -> None:
+        """Write what the monitor has measured at `step`."""
+        self.flush()
+        self._write(step, values)
+
     def say(self, text: str) -> None:
         """Print a line above the live one."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -112,6 +112,13 @@ def _hooks(job: Job, checkpoints: Checkpoints, recorder: Recorder, loss: LossFn)
     return [Hook(config.eval_every, validate), Hook(config.checkpoint_every, save)]
 
 
+def _monitor(every: int, recorder: Recorder) -> list[Hook]:
+    def write(step: int, state: TrainState) -> None:
+        recorder.measured(step, symoptax.monitored(state.opt_state))
+
+    return [Hook(every, write)] if every else []
+
+
 def _train(
     job: Job,
     state: TrainState,
@@ -127,7 +134,8 @@ def _train(
     hooks = _hooks(job, checkpoints, recorder, jax.jit(loss))
     steps = range(start + 1, (config.stop_at_step or config.steps) + 1)
     batches = _placed(job, job.loader)
-    state, step = train(state, train_step, batches, steps, recorder.train, hooks, stopped)
+    all_hooks = [*_monitor(config.monitor_every, recorder), *hooks]
+    state, step = train(state, train_step, batches, steps, recorder.train, all_hooks, stopped)
     # The last step of a run is evaluated too; every way out of the loop is saved.
     for hook in hooks if step == config.steps else hooks[1:]:
         if steps and step % hook.every:

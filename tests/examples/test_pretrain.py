@@ -22,6 +22,7 @@ from pretraining.checkpoint import Checkpoints
 from pretraining.config import Config, define_flags, differences, from_json, parse_flags
 from pretraining.errors import InputError
 from pretraining.optimizers import make_schedule
+from pretraining.progress import read_metrics
 from pretraining.train import TrainState
 
 SCRIPT = Path(pretrain.__file__)
@@ -253,6 +254,16 @@ def test_compare_refuses_what_it_cannot_use(tmp_path, capsys, flags, named):
     assert named in message
     assert message.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_monitor_writes_beside_the_losses(run, whole, tmp_path):
+    assert run(tmp_path / "run", "--eval_every=3", "--monitor_every=3") == 0
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    measured = [row["step"] for row in rows if "attention/spectral_norm" in row]
+    assert measured == [3, 6]
+    assert logged_losses(whole) == [
+        row for row in logged_losses(tmp_path / "run") if row[1:] != (None, None)
+    ]
 
 
 def test_an_update_that_breaks_a_symmetry_runs_when_asked(run, tmp_path):
