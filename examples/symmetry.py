@@ -178,7 +178,7 @@ def loss_fn(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array) -> jax.Array
     output = nnx.merge(graphdef, params)(tokens[:, :-1])
     logits, balance = output if isinstance(output, tuple) else (output, 0.0)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-    return loss + 0.01 * balance
+    return loss + balance
 
 
 def batches(steps: int) -> jax.Array:

@@ -367,7 +367,7 @@ def updates_of(build, params, grads, how):
 
 
 EVERY = [
-    pytest.param(*case, marks=[] if index % 9 == 0 else [pytest.mark.slow])
+    pytest.param(*case, marks=[] if index % 17 == 0 else [pytest.mark.slow])
     for index, case in enumerate(
         itertools.product(LAYOUTS, OPTIMIZERS, ("Auto", "told", "Explicit"))
     )

@@ -8,11 +8,25 @@ Source: Qwen Team, *Qwen3 Technical Report* (2025), arXiv 2505.09388.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from models.hugging_face import ENDS, from_hub, in_every_layer, to_hub
+from models.layers import (
+    GatedMLP,
+    RMSNorm,
+    as_logits,
+    attention,
+    linear,
+    rope_frequencies,
+    rotate,
+    token_table,
+    untied_head,
+)
 from symoptax import ParamRule
 
 
@@ -46,7 +60,20 @@ TINY = Qwen3Config(
 SMALL = Qwen3Config(
     vocab_size=4096, d_model=128, num_layers=4, d_ff=384, num_heads=4, num_kv_heads=2, head_dim=32
 )
-PRESETS = {"tiny": TINY, "small": SMALL}
+# Qwen/Qwen3-0.6B: 596,049,920 parameters.
+QWEN3_0_6B = Qwen3Config(
+    vocab_size=151936,
+    d_model=1024,
+    num_layers=28,
+    d_ff=3072,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    tied=True,
+)
+# Trained by Lau and Su (2026), arXiv 2605.18106.
+PAPER = dataclasses.replace(QWEN3_0_6B, num_layers=20, tied=False)
+PRESETS = {"tiny": TINY, "small": SMALL, "paper": PAPER, "0.6b": QWEN3_0_6B}
 
 _BLOCK_RULES = [
     ParamRule("layers/*/attn/{q,k,v}_proj/kernel", "attention", "d out -> out d"),
@@ -72,63 +99,36 @@ def rules_for(config: Qwen3Config) -> list[ParamRule]:
     return TIED_RULES if config.tied else RULES
 
 
-def rotate(x: jax.Array, base: float) -> jax.Array:
-    """Apply rotary positions to `x` of shape (batch, length, heads, head_dim)."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.outer(jnp.arange(x.shape[1]), frequency)[None, :, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = x[..., :half], x[..., half:]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(fan_in, fan_out, use_bias=False, rngs=rngs)
-
-
 class Attention(nnx.Module):
     """Causal grouped-query attention with an RMSNorm on each head's queries and keys."""
 
     def __init__(self, config: Qwen3Config, rngs: nnx.Rngs) -> None:
         self.config = config
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = _linear(config.d_model, heads, rngs)
-        self.k_proj = _linear(config.d_model, kv_heads, rngs)
-        self.v_proj = _linear(config.d_model, kv_heads, rngs)
-        self.o_proj = _linear(heads, config.d_model, rngs)
-        self.q_norm = nnx.RMSNorm(config.head_dim, epsilon=config.norm_eps, rngs=rngs)
-        self.k_norm = nnx.RMSNorm(config.head_dim, epsilon=config.norm_eps, rngs=rngs)
+        self.q_proj = linear(config.d_model, heads, rngs)
+        self.k_proj = linear(config.d_model, kv_heads, rngs)
+        self.v_proj = linear(config.d_model, kv_heads, rngs)
+        self.o_proj = linear(heads, config.d_model, rngs)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, rngs=rngs)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         split = (*x.shape[:-1], -1, self.config.head_dim)
-        query = rotate(self.q_norm(self.q_proj(x).reshape(split)), self.config.rope_base)
-        key = rotate(self.k_norm(self.k_proj(x).reshape(split)), self.config.rope_base)
-        value = self.v_proj(x).reshape(split)
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        frequencies = rope_frequencies(self.config.head_dim, self.config.rope_base)
+        query = rotate(self.q_norm(self.q_proj(x).reshape(split)), frequencies)
+        key = rotate(self.k_norm(self.k_proj(x).reshape(split)), frequencies)
+        mixed = attention(query, key, self.v_proj(x).reshape(split))
         return self.o_proj(mixed.reshape(*x.shape[:-1], -1))
-
-
-class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: Qwen3Config, rngs: nnx.Rngs) -> None:
-        self.gate_proj = _linear(config.d_model, config.d_ff, rngs)
-        self.up_proj = _linear(config.d_model, config.d_ff, rngs)
-        self.down_proj = _linear(config.d_ff, config.d_model, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nnx.Module):
     """Attention and MLP, each behind an RMSNorm and a residual connection."""
 
     def __init__(self, config: Qwen3Config, rngs: nnx.Rngs) -> None:
-        self.attn_norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+        self.attn_norm = RMSNorm(config.d_model, config.norm_eps, rngs=rngs)
         self.attn = Attention(config, rngs)
-        self.mlp_norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
-        self.mlp = MLP(config, rngs)
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps, rngs=rngs)
+        self.mlp = GatedMLP(config.d_model, config.d_ff, nnx.silu, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attn(self.attn_norm(x))
@@ -139,14 +139,11 @@ class Qwen3(nnx.Module):
     """Map token ids (batch, length) to logits (batch, length, vocab), at least float32."""
 
     def __init__(self, config: Qwen3Config, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(config.vocab_size, config.d_model, embedding_init=init, rngs=rngs)
+        self.embed = token_table(config.vocab_size, config.d_model, rngs)
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
-        self.norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+        self.norm = RMSNorm(config.d_model, config.norm_eps, rngs=rngs)
         if not config.tied:
-            self.lm_head = nnx.Linear(
-                config.d_model, config.vocab_size, use_bias=False, kernel_init=init, rngs=rngs
-            )
+            self.lm_head = untied_head(config.d_model, config.vocab_size, rngs)
         self.tied = config.tied
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -154,5 +151,37 @@ class Qwen3(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         x = self.norm(x)
-        logits = self.embed.attend(x) if self.tied else self.lm_head(x)
-        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return as_logits(self.embed.attend(x) if self.tied else self.lm_head(x))
+
+
+# `Qwen3ForCausalLM` of transformers.
+_HUB = [
+    *ENDS,
+    *in_every_layer(
+        {
+            "input_layernorm.weight": ("attn_norm/scale",),
+            "post_attention_layernorm.weight": ("mlp_norm/scale",),
+            **{f"self_attn.{n}_norm.weight": (f"attn/{n}_norm/scale",) for n in "qk"},
+            **{
+                f"self_attn.{n}_proj.weight": (f"attn/{n}_proj/kernel", "input out -> out input")
+                for n in "qkvo"
+            },
+            **{
+                f"mlp.{n}_proj.weight": (f"mlp/{n}_proj/kernel", "input out -> out input")
+                for n in ("gate", "up", "down")
+            },
+        }
+    ),
+]
+
+
+def from_hugging_face(config: Qwen3Config, state_dict: Mapping[str, Any]) -> nnx.State:
+    """Return the parameters of `Qwen3(config, ...)` from a state dict of the hub."""
+    model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
+    shapes = nnx.as_pure(nnx.state(model, nnx.Param))
+    return from_hub(_HUB, shapes, state_dict, tied=config.tied)
+
+
+def to_hugging_face(params: nnx.State) -> dict[str, np.ndarray]:
+    """Return the state dict of pure parameters: the inverse of `from_hugging_face`."""
+    return to_hub(_HUB, params)

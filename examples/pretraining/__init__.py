@@ -5,5 +5,5 @@ Training: `config` -> `job` (every check, writes nothing) -> `run` -> `train`, w
 `sharding`, `processes`, `checkpoint`, `progress` and `report`.
 
 For a model of your own, put it beside `models/qwen3.py` with its presets and routing rules, and
-change what `job` and `run` import.
+name it in `models/catalog.py`.
 """

@@ -25,7 +25,8 @@ class Config:
     data: str | None = _setting(None, "Text or .bin token shards; Python's own sources if not set.")
     cache_dir: str = _setting("~/.cache/symoptax", "Where tokenised text is kept.", may_change=True)
     out_dir: str = _setting("runs/pretrain", "The run folder, new or resumed.", may_change=True)
-    preset: str = _setting("small", "Size of the model: tiny or small.")
+    model: str = _setting("qwen3", "qwen3, gemma3, olmoe or gpt_oss.")
+    preset: str = _setting("small", "Size of the model: tiny, small, paper, or a published one.")
     vocab_size: int = _setting(
         0, "Entries of the vocabulary, that of .bin shards; 0: the preset's."
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import symoptax
-from models.qwen3 import PRESETS, Qwen3, Qwen3Config, rules_for
+from models.catalog import MODELS, Architecture
 from pretraining.checkpoint import find_resume_step
 from pretraining.config import Config
 from pretraining.dataset import Dataset, prepare
@@ -28,7 +29,8 @@ class Job:
     config: Config
     dataset: Dataset
     mesh: Mesh
-    model: Qwen3Config
+    architecture: Architecture
+    model: Any  # The sizes that the architecture is built with.
     tx: optax.GradientTransformation
     rules: Sequence[symoptax.ParamRule]
     graphdef: nnx.GraphDef
@@ -62,18 +64,26 @@ class Job:
         )
 
 
-def _model_config(config: Config) -> Qwen3Config:
-    if config.preset not in PRESETS:
-        raise InputError(f"--preset={config.preset}: choose from {', '.join(PRESETS)}")
-    preset = PRESETS[config.preset]
-    vocab_size = config.vocab_size or preset.vocab_size
-    return dataclasses.replace(preset, vocab_size=vocab_size, tied=config.tied)
+def _model_config(config: Config) -> tuple[Architecture, Any]:
+    if config.model not in MODELS:
+        raise InputError(f"--model={config.model}: choose from {', '.join(MODELS)}")
+    architecture = MODELS[config.model]
+    if config.preset not in architecture.presets:
+        names = ", ".join(architecture.presets)
+        raise InputError(f"--preset={config.preset}: choose from {names}")
+    preset = architecture.presets[config.preset]
+    changes: dict[str, Any] = {"vocab_size": config.vocab_size or preset.vocab_size}
+    if hasattr(preset, "tied"):
+        changes["tied"] = config.tied
+    elif config.tied:
+        raise InputError(f"--tied: {config.model} has a head of its own")
+    return architecture, dataclasses.replace(preset, **changes)
 
 
 def _abstract_state(
-    model: Qwen3Config, tx: optax.GradientTransformation, mesh: Mesh
+    architecture: Architecture, model: Any, tx: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[nnx.GraphDef, TrainState]:
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Qwen3(model, nnx.Rngs(0))))
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: architecture.build(model, nnx.Rngs(0))))
     params = placed(mesh, nnx.as_pure(params))
     try:
         shardings = symoptax.state_shardings(tx, params)
@@ -90,8 +100,9 @@ def _abstract_state(
 
 def prepare_job(config: Config) -> Job:
     """Check the settings, cheap checks first, and prepare the data."""
-    mesh, model = make_mesh(config.mesh), _model_config(config)
-    rules = rules_for(model)
+    mesh = make_mesh(config.mesh)
+    architecture, model = _model_config(config)
+    rules = architecture.rules_for(model)
     tx = make_optimizer(config, rules)
     # Raises where it does not fit.
     rows = batch_sharding(mesh, config.batch_size // config.accumulate)
@@ -99,7 +110,7 @@ def prepare_job(config: Config) -> Job:
     resume_step = find_resume_step(config)
     dataset = prepare(config.data, vocab_size=model.vocab_size, cache_dir=config.cache_dir)
     model = dataclasses.replace(model, vocab_size=dataset.vocab_size)
-    graphdef, target = _abstract_state(model, tx, mesh)
+    graphdef, target = _abstract_state(architecture, model, tx, mesh)
     tx = symoptax.on_mesh(tx, target.params)
     loader = make_loader(
         dataset.train_shards,
@@ -110,6 +121,9 @@ def prepare_job(config: Config) -> Job:
         process_count=count,
     )
     part = (index, count)
-    job = Job(config, dataset, mesh, model, tx, rules, graphdef, target, loader, part, resume_step)
+    job = Job(
+        *(config, dataset, mesh, architecture, model, tx, rules, graphdef, target, loader),
+        *(part, resume_step),
+    )
     job.validation_batches()  # Raises where there is too little text for one batch.
     return job

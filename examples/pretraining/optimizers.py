@@ -15,7 +15,7 @@ from pretraining.errors import InputError
 LEARNING_RATES = {"layerwise": 8e-3, "muon": 1.6e-2, "adamw": 4e-3, "optax_muon": 1.6e-2}
 ROUTED = ("layerwise", "muon")
 
-# Muon as commonly run: polar for the hidden matrices, AdamW for both ends.
+# Muon as commonly run: polar for the hidden matrices, AdamW for both ends and for routers.
 _MUON_UPDATES = {
     "embedding": "adamw",
     "tied_embedding": "adamw",
@@ -23,6 +23,10 @@ _MUON_UPDATES = {
     "attention": "polar",
     "mlp_in": "polar",
     "mlp_down": "polar",
+    "expert_in": "polar",
+    "expert_down": "polar",
+    "router": "adamw",
+    "router_no_shift": "adamw",
 }
 
 

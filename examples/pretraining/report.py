@@ -79,7 +79,7 @@ def _report(config: Config, summary: Summary, data: str, routing: str) -> str:
     names = ["metrics.jsonl", "loss.png", "summary.json", "checkpoints", "tensorboard"]
     return "\n\n".join(
         [
-            f"# {config.optimizer}, {config.preset} model, {config.steps} steps",
+            f"# {config.optimizer}, {config.preset} {config.model} model, {config.steps} steps",
             f"Data: {data}. The model {beats} the unigram baseline.",
             markdown_table(["validation loss", "nats per token"], _loss_rows(summary)),
             f"Speed: {summary.tokens_per_second:,.0f} tokens per second. Optimizer state: "

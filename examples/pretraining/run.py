@@ -11,7 +11,6 @@ from flax import nnx
 from rich.console import Console
 
 import symoptax
-from models.qwen3 import Qwen3
 from pretraining.checkpoint import Checkpoints
 from pretraining.config import Config
 from pretraining.errors import InputError
@@ -68,7 +67,7 @@ def _open_folder(config: Config) -> Checkpoints:
 
 def _initial_state(job: Job) -> TrainState:
     # Not compiled as a whole: XLA takes longer over the random numbers than the model to make them.
-    params = nnx.as_pure(nnx.state(Qwen3(job.model, nnx.Rngs(job.config.seed))))
+    params = nnx.as_pure(nnx.state(job.architecture.build(job.model, nnx.Rngs(job.config.seed))))
     # Every process has them all and keeps its shards; `device_put` would compare them first.
     params = jax.tree.map(
         lambda leaf, place: jax.make_array_from_callback(
@@ -131,7 +130,7 @@ def _train(
     train_step = make_train_step(
         loss, job.tx, make_schedule(config), config.accumulate, job.shardings
     )
-    hooks = _hooks(job, checkpoints, recorder, jax.jit(loss))
+    hooks = _hooks(job, checkpoints, recorder, jax.jit(make_loss(job.graphdef, auxiliary=False)))
     steps = range(start + 1, (config.stop_at_step or config.steps) + 1)
     batches = _placed(job, job.loader)
     all_hooks = [*_monitor(config.monitor_every, recorder), *hooks]

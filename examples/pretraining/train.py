@@ -21,12 +21,17 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
-def make_loss(graphdef: nnx.GraphDef) -> LossFn:
-    """Return the mean next-token cross-entropy of tokens (batch, seq_len + 1), in nats."""
+def make_loss(graphdef: nnx.GraphDef, *, auxiliary: bool = True) -> LossFn:
+    """Return the mean next-token cross-entropy of tokens (batch, seq_len + 1), in nats.
+
+    `auxiliary` adds what a mixture of experts returns beside the logits.
+    """
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        output = nnx.merge(graphdef, params)(tokens[:, :-1])
+        logits, extra = output if isinstance(output, tuple) else (output, 0.0)
+        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return entropy + extra if auxiliary else entropy
 
     return loss
 

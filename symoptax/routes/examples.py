@@ -1,13 +1,15 @@
 """The models of this repository's `examples/models`, in Flax NNX.
 
-Read from examples/models/{qwen3,olmoe}.py, which have the same rules beside them. Qwen3 packs heads
-in one axis and OLMoE has an axis for them; OLMoE's experts are bare leaves, its router takes a
-softmax over all of them.
+Read from examples/models/{qwen3,gemma3,olmoe,gpt_oss}.py, which have the same rules beside them.
+Qwen3 packs heads in one axis and the others have an axis for them; experts are bare leaves, gate
+and up of gpt-oss interleaved in one. Routers take a softmax over all experts or over the chosen
+ones, which does not see their shift; a z-loss of the router would, and does not show in a tree.
 """
 
 from typing import Any
 
 from symoptax._routing import ParamRule
+from symoptax._view import MatrixView
 from symoptax.routes._tree import Tree, embedding_rules, others
 
 
@@ -35,6 +37,17 @@ def rules(params: Any, *, softcap: bool = False) -> list[ParamRule]:
         ParamRule(f"{layer}/mlp/down_proj/kernel", "mlp_down", "neuron d -> neuron d"),
         ParamRule(f"{layer}/moe/router/kernel", "router", "d expert -> expert d"),
         ParamRule(f"{layer}/moe/{{gate,up}}", "expert_in", "expert d neuron -> expert neuron d"),
+        ParamRule(f"{layer}/moe/gate_up", "expert_in", _INTERLEAVED),
         ParamRule(f"{layer}/moe/down", "expert_down", "expert neuron d -> expert neuron d"),
-        *others("**/scale"),
+        *others(
+            "**/scale",
+            f"{layer}/{{attn,moe}}/*/bias",
+            f"{layer}/attn/sinks",
+            f"{layer}/moe/{{gate_up,down}}_bias",
+        ),
     ]
+
+
+_INTERLEAVED = MatrixView(
+    "expert d (neuron gate_up) -> expert gate_up neuron d", sizes={"gate_up": 2}
+)

@@ -82,6 +82,17 @@ def test_each_optimizer_lowers_the_loss(run, tmp_path, optimizer):
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["olmoe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "gpt_oss"))],
+)
+def test_each_model_lowers_the_loss(run, tmp_path, model):
+    assert run(tmp_path / "run", f"--model={model}") == 0
+    losses = [loss for _, loss, _ in logged_losses(tmp_path / "run") if loss]
+    assert losses[-1] < losses[0] - 0.15
+    assert f"tiny {model} model" in (tmp_path / "run" / "report.md").read_text()
+
+
 def test_resuming_equals_the_unbroken_run_bit_for_bit(run, whole, tmp_path):
     halves = tmp_path / "halves"
     assert run(halves, "--eval_every=3", "--stop_at_step=3", "--checkpoint_every=2") == 0
@@ -141,7 +152,9 @@ BAD_INPUT = {
     "out of range": (["--steps=0"], "--steps=0"),
     "nan": (["--weight_decay=nan"], "--weight_decay"),
     "stray argument": (["resume"], "'resume'"),
+    "model": (["--model=gpt"], "qwen3, gemma3, olmoe, gpt_oss"),
     "preset": (["--preset=huge"], "tiny, small"),
+    "a head of its own": (["--model=olmoe", "--tied"], "olmoe has a head of its own"),
     "optimizer": (["--optimizer=sgd"], "layerwise, muon"),
     "update syntax": (["--update=row_norm"], "role:value"),
     "update twice": (["--update=mlp_in:polar", "--update=mlp_in:adamw"], "once"),
