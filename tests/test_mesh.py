@@ -67,7 +67,9 @@ STACKS = {
 VIEWS = {3: "layer row col -> layer row col", 4: "layer expert row col -> layer expert row col"}
 
 
-@pytest.mark.parametrize("how", ["Auto", "Auto, told", "Explicit"])
+@pytest.mark.parametrize(
+    "how", ["Auto", pytest.param("Auto, told", marks=pytest.mark.slow), "Explicit"]
+)
 @pytest.mark.parametrize(("sizes", "shape", "spec", "ideal"), STACKS.values(), ids=STACKS.keys())
 def test_stacks_are_exchanged_once_each_way(sizes, shape, spec, ideal, how, capfd):
     kind = AxisType.Explicit if how == "Explicit" else AxisType.Auto

@@ -148,6 +148,7 @@ def test_two_processes_equal_one(one, whole, tmp_path):
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_unbroken(two, whole, tmp_path):
     folder = tmp_path / "run"
     with two(folder, MESH) as pair:
