@@ -17,7 +17,7 @@ import jax
 import optax
 
 from symoptax._centering import centered as centered_map
-from symoptax._cost import Method
+from symoptax._cost import Method, Side
 from symoptax._hybrid import Order, hybrid_map
 from symoptax._hyperparams import check_numbers, injectable, surely_nonzero
 from symoptax._map import MatrixMap, dual_norm_scaled, scaled
@@ -178,7 +178,7 @@ def hybrid_polar_grad_m(
     alpha: Scalar = 1.0,
     centered: bool = False,
     order: Order = "row_then_polar",
-    side: Literal["left", "right"] = "right",
+    side: Side = "auto",
     **options: Unpack[PolarOptimizerOptions],
 ) -> optax.GradientTransformation:
     """HybridPolarGradM: row normalisation and a one-sided polar factor, in either order.

@@ -9,12 +9,13 @@ Every one is stateless, acts on each matrix of each leaf by itself, keeps dtypes
 - `steps`, `method`, `coefficients`, `numerics`: how `polar_factor` computes.
 """
 
-from typing import Literal, Unpack
+from typing import Unpack
 
 import jax
 import optax
 
 from symoptax._centering import center_map, centered
+from symoptax._cost import Side
 from symoptax._hybrid import Order, hybrid_map
 from symoptax._hyperparams import injectable
 from symoptax._map import dual_norm_scaled
@@ -66,7 +67,7 @@ def hybrid(
     alpha: Alpha = 0.0,
     *,
     order: Order = "row_then_polar",
-    side: Literal["left", "right"] = "right",
+    side: Side = "auto",
     view: ViewOrFn = None,
     **options: Unpack[PolarOptions],
 ) -> optax.GradientTransformation:
@@ -115,7 +116,7 @@ def centered_hybrid(
     alpha: Alpha = 0.0,
     *,
     order: Order = "row_then_polar",
-    side: Literal["left", "right"] = "right",
+    side: Side = "auto",
     view: ViewOrFn = None,
     **options: Unpack[PolarOptions],
 ) -> optax.GradientTransformation:
