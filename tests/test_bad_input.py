@@ -331,7 +331,11 @@ OPTIONS = {
     "unknown method": (polar(method="SVD"), "method='SVD'", "choose auto, direct, gram, svd"),
     # Names.
     "unknown order": (lambda: symoptax.hybrid(order="rows"), "order='rows'", "row_then_polar"),
-    "unknown side": (lambda: symoptax.hybrid(side="auto"), "side='auto'", "'left' or 'right'"),
+    "unknown side": (
+        lambda: symoptax.hybrid(side="top"),
+        "side='top'",
+        "'left', 'right' or 'auto'",
+    ),
     "unknown norm": (lambda: symoptax.scion(0.1, norm="rows"), "norm='rows'", "choose from"),
     "unknown scale": (row_norm_m(scale="RMS"), "scale='RMS'", "rms, spectral, moonlight"),
     "scale a number": (stack(scale=0.2), "scale=0.2", "or a function"),

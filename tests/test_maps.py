@@ -149,11 +149,23 @@ def test_scaled_multiplies_by_a_function_of_the_shape():
         assert size == pytest.approx(0.2, rel=1e-5)
 
 
+@pytest.mark.parametrize("order", ["row_then_polar", "polar_then_row"])
+@pytest.mark.parametrize("shape", [(12, 40), (40, 12)])
+def test_the_side_of_a_hybrid_changes_what_it_costs_alone(x64, order, shape):
+    d = jnp.asarray(np.random.default_rng(0).normal(size=shape)).at[3].set(0)
+    auto, *sides = (symoptax.hybrid_map(order=order, side=s) for s in ("auto", "left", "right"))
+    for one_sided in sides:
+        np.testing.assert_allclose(one_sided(d), auto(d), atol=1e-11)
+    assert np.all(auto(d)[3] == 0)
+    cheapest = min(one_sided.work(*shape).multiplications for one_sided in sides)
+    assert auto.work(*shape).multiplications == cheapest
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: symoptax.hybrid_map(order="polar_first"), "row_then_polar or polar_then_row"),
-        (lambda: symoptax.hybrid_map(side="auto"), "'left' or 'right'"),
+        (lambda: symoptax.hybrid_map(side="top"), "'left', 'right' or 'auto'"),
         (lambda: symoptax.hybrid_map(0.5, order="polar_then_row"), "alpha=0"),
         (lambda: symoptax.shape_scale("rmsnorm", None), "rms, spectral, moonlight"),
         (
