@@ -21,8 +21,8 @@ from symoptax._cost import Cost
 # The mesh axes over which each axis of an array is spread, outermost first; None: not known.
 Layout = tuple[tuple[str, ...] | None, ...]
 
-# What the links of a TPU or a GPU move in the time of one floating-point operation is about the
-# same everywhere: TPU v5e, 33e12 operations (float32 by six bfloat16 products) to 1e11 bytes.
+# So many floating-point operations take as long as sending one byte. On a TPU v5e, 33e12 a second
+# (float32 by six bfloat16 products) to 1e11 bytes; GPUs with NVLink are much the same.
 _FLOPS_PER_BYTE = 300.0
 # A collective takes ten microseconds to begin.
 _BYTES_PER_COLLECTIVE = 2.0**20
