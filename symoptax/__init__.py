@@ -23,7 +23,7 @@ from symoptax._layerwise import layerwise
 from symoptax._report import ReportRow, RoutingReport, routing_report
 
 # How it fares while it trains.
-from symoptax._monitor import MonitorState, monitor, monitored
+from symoptax._monitor import MonitorState, measure, monitor, monitored
 
 # Whether the claims are true of your model and loss.
 from symoptax._audit.audit import audit
@@ -51,6 +51,7 @@ from symoptax._optimizers import (
 )
 
 # Bare transformations, to chain by hand.
+from symoptax._lazy_momentum import LazyMomentumState, lazy_momentum
 from symoptax._matrixwise import matrixwise
 from symoptax._momentum import MomentumState, momentum
 from symoptax._transforms import (

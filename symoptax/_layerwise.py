@@ -7,6 +7,7 @@ import jax
 import optax
 
 from symoptax._hyperparams import check_numbers, injectable
+from symoptax._lazy_momentum import lazy_momentum
 from symoptax._map import scaled
 from symoptax._matrixwise import matrixwise_by_leaf
 from symoptax._mesh.layouts import on_mesh
@@ -36,6 +37,7 @@ def layerwise(
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
+    lazy: bool = True,
     fallback: Fallback = None,
     strict: bool = True,
     verify: bool = False,
@@ -71,6 +73,8 @@ def layerwise(
       b1: AdamW's first decay rate, for "other" and wherever `updates` says "adamw".
       b2: its second.
       eps: its epsilon.
+      lazy: rows of "embedding", of experts and of routers without a shared shift stand still when
+        no data has picked them for 1 / (1 - beta) steps; see `lazy_momentum`.
       fallback: "adamw" sends leaves that no rule matches to AdamW; None raises for them.
       strict: refuse a map that does not respect the symmetry of its role.
       verify: measure the symmetry that each map declares instead of believing it, by
@@ -89,14 +93,19 @@ def layerwise(
     check_numbers(learning_rate=learning_rate, beta=beta, b1=b1, b2=b2, eps=eps)
     chosen = recipes(updates, lr_multipliers, weight_decay, strict=strict, verify=verify)
 
-    def before_the_map(recipe: Recipe) -> optax.GradientTransformation:
+    def before_the_map(recipe: Recipe, view: Callable[[Any], Any]) -> optax.GradientTransformation:
         if recipe.name == "frozen":
             return optax.set_to_zero()
         if recipe.transformation is not None:
             return optax.named_chain(("update", recipe.transformation))
         if recipe.map is None:
             return optax.named_chain(("adam", optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)))
-        return optax.named_chain(("momentum", momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)))
+        options = {"nesterov": nesterov, "mu_dtype": mu_dtype}
+        if lazy and recipe.picked_by_data:
+            average = lazy_momentum(beta, view, **options)
+        else:
+            average = momentum(beta, **options)
+        return optax.named_chain(("momentum", average))
 
     def after_the_map(recipe: Recipe) -> optax.GradientTransformation:
         if recipe.name == "frozen":
@@ -119,6 +128,7 @@ def layerwise(
     def build(rules: Sequence[ParamRule]) -> optax.GradientTransformation:
         check_rules(rules)
         present = [r for r in Role if r == Role.OTHER or any(rule.role == r for rule in rules)]
+        view = view_fn(rules, fallback=fallback)
 
         def by_role(each: Callable[[Recipe], Any]) -> optax.GradientTransformation:
             transformations: dict[Hashable, Any] = {str(r): each(chosen[r]) for r in present}
@@ -129,9 +139,9 @@ def layerwise(
             return routing.structure.unflatten([maps.get(leaf.role) for leaf in routing.leaves])
 
         stages = [
-            ("updates", by_role(before_the_map)),
+            ("updates", by_role(lambda recipe: before_the_map(recipe, view))),
             # All roles at once: on a mesh, equal shapes travel together whatever their roles.
-            ("maps", matrixwise_by_leaf(maps_of, view_fn(rules, fallback=fallback))),
+            ("maps", matrixwise_by_leaf(maps_of, view)),
             ("sizes", by_role(after_the_map)),
             ("learning_rate", optax.scale_by_learning_rate(learning_rate)),
         ]

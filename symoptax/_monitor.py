@@ -42,7 +42,8 @@ def monitor(
       0 for a centered update.
     - `to_weight`: root mean square of U by that of the parameter.
 
-    For "other" there are `rms` and `to_weight` alone.
+    For "other" there are `rms` and `to_weight` alone. Weight decay that was added before is
+    measured with the rest: it leaves no row zero, and no update quite centered.
 
     Args:
       rules: what each parameter is; see `route`.
@@ -59,23 +60,20 @@ def monitor(
         raise ValueError(f"every={every}: need at least 1.")
 
     def init(params: optax.Params) -> MonitorState:
-        shapes = jax.eval_shape(
-            lambda p: _measure(route(p, rules, fallback=fallback), p, p), params
-        )
+        shapes = jax.eval_shape(lambda p: measure(p, p, rules, fallback=fallback), params)
         return MonitorState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(shapes))
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MonitorState]:
         beside = updates if params is None else params
-        routing = route(updates, rules, fallback=fallback)
         step = jnp.asarray(optax.safe_increment(state.step))
         values = jax.lax.cond(
             step % every == 0,
-            lambda: _measure(routing, updates, beside),
+            lambda: measure(updates, beside, rules, fallback=fallback),
             lambda: state.values,
         )
-        return updates, MonitorState(step, values)
+        return _after(values, updates), MonitorState(step, values)
 
     return optax.GradientTransformation(init, update)
 
@@ -95,8 +93,33 @@ def monitored(state: optax.OptState) -> dict[str, float]:
     return result
 
 
-def _measure(routing: Any, updates: Any, params: Any) -> dict[str, dict[str, jax.Array]]:
-    """Return the means over the matrices of each role."""
+def measure(
+    updates: optax.Updates,
+    params: optax.Params,
+    rules: Sequence[ParamRule],
+    *,
+    fallback: Fallback = None,
+) -> dict[str, dict[str, jax.Array]]:
+    """Return what `monitor` measures, by role and name, for any tree like the parameters.
+
+    Gradients, momenta out of an optimizer state, updates; a pure function, to be jitted. A part of
+    the leaves will do, of both trees the same, also as a dictionary of leaves by path:
+
+    >>> updates = {"mlp/up/kernel": jnp.ones((4, 6)), "mlp/up/bias": jnp.ones(6)}
+    >>> rules = [ParamRule("**/kernel", "mlp_in", "d out -> out d"), ParamRule("**/bias", "other")]
+    >>> float(measure(updates, updates, rules)["mlp_in"]["effective_rank"])
+    1.0
+
+    Args:
+      updates: what is measured.
+      params: the parameters, of which `to_weight` alone depends.
+      rules: what each leaf is; see `route`.
+      fallback: as in `route`.
+
+    Raises:
+      ValueError: as `route`, and for trees that differ.
+    """
+    routing = route(updates, rules, fallback=fallback)
     numbers: dict[Role, list[dict[str, jax.Array]]] = {}
     triples = paired_leaves(updates, params, "The parameters")
     for leaf, (_, update, param) in zip(routing.leaves, triples, strict=True):
@@ -108,6 +131,18 @@ def _measure(routing: Any, updates: Any, params: Any) -> dict[str, dict[str, jax
         }
         for role, measured in numbers.items()
     }
+
+
+def _after(values: dict[str, dict[str, jax.Array]], updates: optax.Updates) -> optax.Updates:
+    """Return the updates as they are, but not before they are measured.
+
+    A size is never negative, which XLA does not know. Parameters that are updated in place thus
+    wait for the measurement that reads them; otherwise XLA copies them all for it, in every step.
+    """
+    if not values:
+        return updates
+    never = next(iter(values.values()))["rms"] < 0
+    return jax.tree.map(lambda u: jnp.where(never, jnp.zeros_like(u), u), updates)
 
 
 def _numbers(leaf: RoutedLeaf, update: Array, param: Array) -> list[dict[str, jax.Array]]:
@@ -143,7 +178,7 @@ def _of_matrices(
         "effective_rank": rank,
         "orthogonality_error": jnp.sqrt(jnp.maximum(min(m, n) / nonzero(rank) - 1, 0)),
         "row_norm_spread": spread / nonzero(mean),
-        "zero_rows": 1 - jnp.mean(seen, axis=-1, dtype=jnp.float32),
+        "zero_rows": jnp.mean(~seen, axis=-1, dtype=jnp.float32),
         "shared_shift": shift,
         "to_weight": rms / nonzero(weight),
     }

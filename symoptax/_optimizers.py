@@ -20,6 +20,7 @@ from symoptax._centering import centered as centered_map
 from symoptax._cost import Method, Side
 from symoptax._hybrid import Order, hybrid_map
 from symoptax._hyperparams import check_numbers, injectable, surely_nonzero
+from symoptax._lazy_momentum import lazy_momentum
 from symoptax._map import MatrixMap, dual_norm_scaled, scaled
 from symoptax._matrixwise import ViewOrFn, matrixwise
 from symoptax._minimax import Row
@@ -45,6 +46,7 @@ class OptimizerOptions(TypedDict, total=False):
     cautious: bool
     independent_decay: bool
     mu_dtype: Any
+    lazy: bool
 
 
 class PolarOptimizerOptions(OptimizerOptions, total=False):
@@ -70,6 +72,7 @@ def matrix_optimizer(
     cautious: bool = False,
     independent_decay: bool = False,
     mu_dtype: Any = None,
+    lazy: bool = False,
 ) -> optax.GradientTransformation:
     """Build the optimizer of any map; the named ones below are this with a map filled in.
 
@@ -86,6 +89,8 @@ def matrix_optimizer(
       cautious: decay only where update and parameter have the same sign.
       independent_decay: take `weight_decay * P` off per step as it is, not times the learning rate.
       mu_dtype: dtype of the momentum; None keeps the parameter's.
+      lazy: take no step along rows that have had no gradient for 1 / (1 - beta) steps, see
+        `lazy_momentum`; without it, as in the papers, a token that was seen once goes on for long.
 
     Returns:
       A named chain: the state is a dictionary with the keys momentum, update, weight_decay,
@@ -97,8 +102,9 @@ def matrix_optimizer(
     """
     check_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
     early, late = (0.0, weight_decay) if independent_decay else (weight_decay, 0.0)
+    options = {"nesterov": nesterov, "mu_dtype": mu_dtype}
     return optax.named_chain(
-        ("momentum", momentum(beta, nesterov=nesterov, mu_dtype=mu_dtype)),
+        ("momentum", lazy_momentum(beta, view, **options) if lazy else momentum(beta, **options)),
         ("update", matrixwise(scaled(update_map, scale), view)),
         ("weight_decay", add_weight_decay(early, mask, cautious=cautious)),
         ("learning_rate", optax.scale_by_learning_rate(learning_rate)),

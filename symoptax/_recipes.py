@@ -60,6 +60,11 @@ DEFAULT_UPDATES: dict[Role, str] = {
 DEFAULT_LR_MULTIPLIERS: dict[Role, float] = {Role.EMBEDDING: 20.0}
 
 
+# Where data picks which rows get a gradient at all: those of tokens and of experts. Not the routers
+# behind a softmax, whose rows only move relative to each other: there is no standing still.
+PICKED_BY_DATA = {Role.EMBEDDING, Role.EXPERT_IN, Role.EXPERT_DOWN, Role.ROUTER_NO_SHIFT}
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The update of one role: a map, a transformation by itself, or "adamw" or "frozen" by name."""
@@ -69,6 +74,7 @@ class Recipe:
     transformation: optax.GradientTransformation | None = None
     lr_multiplier: float = 1.0
     weight_decay: float = 0.0
+    picked_by_data: bool = False
 
 
 def recipes(
@@ -101,7 +107,11 @@ def recipes(
     for role, update in chosen.items():
         recipe = _recipe(role, update, decays.get(role, 0.0))
         default = DEFAULT_LR_MULTIPLIERS.get(role, 1.0) if recipe.map else 1.0
-        result[role] = dataclasses.replace(recipe, lr_multiplier=multipliers.get(role, default))
+        result[role] = dataclasses.replace(
+            recipe,
+            lr_multiplier=multipliers.get(role, default),
+            picked_by_data=role in PICKED_BY_DATA,
+        )
         if strict:
             _check_symmetry(role, result[role])
         if verify:

@@ -46,7 +46,7 @@ class RoutingReport:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state for all leaves, counters left out."""
+        """Bytes of optimizer state for all leaves, single counters left out."""
         return sum(row.state_bytes for row in self.rows)
 
     def __str__(self) -> str:
@@ -83,6 +83,7 @@ def routing_report(
     lr_multipliers: Mapping[Any, float] | None = None,
     scale: ScaleRule | None = "rms",
     mu_dtype: Any = None,
+    lazy: bool = True,
     fallback: Fallback = None,
     strict: bool = True,
 ) -> RoutingReport:
@@ -95,6 +96,7 @@ def routing_report(
       lr_multipliers: role -> multiple of the learning rate.
       scale: factor from the shape of a matrix.
       mu_dtype: dtype of the momenta.
+      lazy: whether the state counts the steps of rows that no data picks.
       fallback: what leaves that no rule matches get.
       strict: refuse a map that does not respect the symmetry of its role.
 
@@ -104,9 +106,13 @@ def routing_report(
     library, rules = rules_for(params, rules)
     routing = route(params, rules, fallback=fallback)
     by_role = recipes(updates, lr_multipliers, 0.0, strict=strict)
+    sizes = [
+        _recipe_bytes(routing, index, by_role, mu_dtype, lazy)
+        for index in range(len(routing.leaves))
+    ]
     rows = [
-        _row(leaf, by_role[leaf.role], scale, _recipe_bytes(routing, index, by_role, mu_dtype))
-        for index, leaf in enumerate(routing.leaves)
+        _row(leaf, by_role[leaf.role], scale, size)
+        for leaf, size in zip(routing.leaves, sizes, strict=True)
     ]
     names = [leaf.path for leaf in routing.leaves]
     # The tables of whole libraries have rules for all of their models.
@@ -141,7 +147,7 @@ def _scale(recipe: Recipe, stacks: Sequence[tuple[int, ...]], rule: ScaleRule | 
 
 
 def _recipe_bytes(
-    routing: Routing, index: int, by_role: Mapping[Role, Recipe], mu_dtype: Any
+    routing: Routing, index: int, by_role: Mapping[Role, Recipe], mu_dtype: Any, lazy: bool
 ) -> int:
     """Return the bytes of state of one leaf."""
     leaf = routing.leaves[index]
@@ -156,7 +162,9 @@ def _recipe_bytes(
         arrays = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
         return sum(x.size * x.dtype.itemsize for x in arrays)
     if recipe.map is not None:
-        return _state_bytes(leaf, mu_dtype)
+        rows = sum(math.prod(stack[:-1]) for stack in leaf.matrices())
+        counters = 4 * rows if lazy and recipe.picked_by_data else 0
+        return _state_bytes(leaf, mu_dtype) + counters
     return _state_bytes(leaf, mu_dtype) + _state_bytes(leaf, None)
 
 

@@ -13,8 +13,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: An
     """Return the sharding of every leaf of `tx.init(params)`, for any Optax transformation.
 
     A leaf of the state that has the path and the shape of a parameter is placed as the parameter
-    is; counters, and what has another shape, are replicated. `jax.jit(tx.init)(params)` alone would
-    put every leaf on one device.
+    is, and so are the axes of one that has size 1 in place of others; the rest is replicated.
+    `jax.jit(tx.init)(params)` alone would put every leaf on one device.
 
     >>> tx, params = optax.adam(0.1), {"w": jax.numpy.ones((4, 2))}
     >>> state = jax.jit(tx.init, out_shardings=state_shardings(tx, params))(params)
@@ -41,11 +41,26 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: An
     everywhere = _replicated(list(places.values()))
 
     def place(name: str, leaf: Any) -> Sharding | None:
-        mirrored = next((s for s in suffixes(name) if shapes.get(s) == leaf.shape), None)
-        return everywhere if mirrored is None else places[mirrored]
+        mirrored = next((s for s in suffixes(name) if _is_part(leaf.shape, shapes.get(s))), None)
+        return everywhere if mirrored is None else _of_part(places[mirrored], leaf.shape)
 
     state, structure = named_leaves(jax.eval_shape(tx.init, params))
     return structure.unflatten([place(name, leaf) for name, leaf in state])
+
+
+def _is_part(shape: tuple[int, ...], whole: tuple[int, ...] | None) -> bool:
+    """Tell whether axes are those of `whole`, or 1 in their place, not all of several."""
+    if whole is None or len(shape) != len(whole) or (max(shape, default=0) == 1 < max(whole)):
+        return False
+    return all(size in (1, full) for size, full in zip(shape, whole, strict=True))
+
+
+def _of_part(place: Any, shape: tuple[int, ...]) -> Any:
+    """Leave axes of size 1 whole."""
+    if not isinstance(place, NamedSharding):
+        return place
+    spec = [None if size == 1 else axes for size, axes in zip(shape, place.spec, strict=False)]
+    return NamedSharding(place.mesh, PartitionSpec(*spec), memory_kind=place.memory_kind)
 
 
 def _replicated(places: list[Any]) -> Sharding | None:

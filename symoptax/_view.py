@@ -109,6 +109,19 @@ class MatrixView:
         return dataclasses.replace(self, pattern=pattern)
 
     @property
+    def column_axes(self) -> tuple[int, ...]:
+        """The stored axes that make up the columns, counted from the last one, -1.
+
+        Raises:
+          ValueError: where a column axis is packed with others into one stored axis.
+        """
+        cols, size = set(self._right[-1]), len(self._left)
+        axes = [i - size for i, group in enumerate(self._left) if cols & set(group)]
+        if mixed := [_in_print(self._left[i]) for i in axes if not cols >= set(self._left[i])]:
+            raise ValueError(f"View {self.pattern!r}: {mixed[0]} packs columns with other axes.")
+        return tuple(axes)
+
+    @property
     def ndim(self) -> int:
         """How many axes a leaf has for this view, where it names every axis."""
         return len(self._left)

@@ -23,7 +23,7 @@ FLOORS = [
         "_mesh.collectives",
     ],
     ["_cost", "_routing", "_scaling", "_momentum", "_weight_decay"],
-    ["_newton_schulz", "_monitor", "_map", "_mesh.placement", "routes._tree"],
+    ["_newton_schulz", "_monitor", "_map", "_lazy_momentum", "_mesh.placement", "routes._tree"],
     [
         *("_row_norm", "_polar", "_centering", "_mesh.layouts", "_mesh.record"),
         *(f"routes.{name}" for name in ("big_vision", "by_name", "hugging_face", "maxtext")),

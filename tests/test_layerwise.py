@@ -272,6 +272,7 @@ STATES = {
     "adamw": {"updates": {"lm_head": "adamw"}},
     "adamw and mu_dtype": {"updates": {"lm_head": "adamw"}, "mu_dtype": jnp.bfloat16},
     "lion": {"updates": {"attention": optax.scale_by_lion()}},
+    "not lazy": {"lazy": False},
     "without state": {"updates": {"attention": optax.identity()}},
 }
 

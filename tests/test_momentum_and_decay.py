@@ -1,5 +1,7 @@
 """Momentum, its state and its memory; weight decay in all its forms."""
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -340,10 +342,19 @@ def test_the_state_is_one_momentum_per_matrix():
     adamw = size(optax.adamw(0.1).init(params))
     assert adamw == 2 * size(params)
     scales = 2 * size([params["params"]["norm_f"]] * 3)  # AdamW keeps two moments of these
-    assert size(symoptax.layerwise(0.1, RULES).init(params)) == size(params) + scales // 2
-    assert size(symoptax.layerwise(0.1, RULES, mu_dtype=jnp.bfloat16).init(params)) == (
-        (size(params) - scales // 2) // 2 + scales * 3 // 4
-    )
+    routing = symoptax.route(params, RULES)
+    picked = [
+        leaf for leaf in routing.leaves if leaf.role in ("embedding", "expert_in", "expert_down")
+    ]
+    counters = sum(4 * math.prod(stack[:-1]) for leaf in picked for stack in leaf.matrices())
+    for lazy in (False, True):
+        beside = size(params) + lazy * counters
+        tx = symoptax.layerwise(0.1, RULES, lazy=lazy)
+        assert size(tx.init(params)) == beside + scales // 2
+        tx = symoptax.layerwise(0.1, RULES, lazy=lazy, mu_dtype=jnp.bfloat16)
+        assert size(tx.init(params)) == (
+            (size(params) - scales // 2) // 2 + scales * 3 // 4 + lazy * counters
+        )
     matrices = {"w": jnp.ones((4, 6)), "stack": jnp.ones((2, 4, 6))}
     assert size(symoptax.right_polar_grad_m(0.1).init(matrices)) == size(matrices)
     assert size(symoptax.muon(0.1, mu_dtype=jnp.bfloat16).init(matrices)) == size(matrices) // 2

@@ -1,5 +1,7 @@
 """What `monitor` measures, against singular values; and that it changes and costs nothing else."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -99,6 +101,33 @@ def test_only_every_so_many_steps_are_measured():
         seen.append(symoptax.monitored(state)["other/rms"])
     assert seen[0] == seen[1] == 0 != seen[2] == seen[3] == seen[4]
     assert step._cache_size() == 1
+
+
+def test_parameters_are_not_copied_to_be_measured():
+    tx = optax.chain(optax.sgd(0.1), symoptax.monitor(RULES, every=3))
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1))
+    text = compiled.lower(tree(0), tx.init(tree(0)), tree(1)).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    assert "conditional(" in entry
+    assert not re.findall(r"= f32\[\d.* copy\(", entry)
+
+
+def test_what_is_measured_outside_of_a_chain_is_the_same():
+    updates, params = tree(3), tree(4)
+    tx = symoptax.monitor(RULES, every=1)
+    _, state = tx.update(updates, tx.init(params), params)
+    found = symoptax.measure(updates, params, RULES)
+    chex.assert_trees_all_close(found, state.values, rtol=1e-5)
+    # The leaves of some roles alone, by path, as they lie in the state of `optax.partition`.
+    part = symoptax.measure({"attn": updates["attn"]}, {"attn": params["attn"]}, RULES)
+    chex.assert_trees_all_close(part, {"attention": state.values["attention"]}, rtol=1e-5)
+    with pytest.raises(ValueError, match="only one has embed"):
+        symoptax.measure(updates, {n: x for n, x in params.items() if n != "embed"}, RULES)
 
 
 def test_several_monitors_are_numbered_and_bad_input_is_refused():
