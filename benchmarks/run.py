@@ -8,6 +8,7 @@ import jax
 import equivariance
 import kernels
 import limits
+import monitor
 import rule
 import step
 import tables
@@ -18,6 +19,7 @@ BENCHMARKS = {
     "step": step.run,
     "compile": step.run_compile,
     "limits": limits.run,
+    "monitor": monitor.run,
     "tables": tables.run,
     "equivariance": equivariance.run,
 }
