@@ -1,25 +1,37 @@
 """The architectures by name, as `examples/pretrain.py --model` has them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
 
 from models import gemma3, gpt_oss, olmoe, qwen3
+from models.hugging_face import Weight
 from symoptax import ParamRule
 
 
 class Architecture(NamedTuple):
-    """A model, its sizes by name, and the function from sizes to routing rules."""
+    """A model, its sizes by name, its routing rules by size, and its weights on the hub."""
 
     build: Callable[[Any, nnx.Rngs], nnx.Module]
     presets: Mapping[str, Any]
     rules_for: Callable[[Any], list[ParamRule]]
+    weights: Sequence[Weight]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts, with a method `routing`."""
+        return hasattr(self.build, "routing")
 
 
 MODELS = {
-    "qwen3": Architecture(qwen3.Qwen3, qwen3.PRESETS, qwen3.rules_for),
-    "gemma3": Architecture(gemma3.Gemma3, gemma3.PRESETS, gemma3.rules_for),
-    "olmoe": Architecture(olmoe.Olmoe, olmoe.PRESETS, olmoe.rules_for),
-    "gpt_oss": Architecture(gpt_oss.GptOss, gpt_oss.PRESETS, gpt_oss.rules_for),
+    "qwen3": Architecture(qwen3.Qwen3, qwen3.PRESETS, qwen3.rules_for, qwen3.HUB),
+    "gemma3": Architecture(gemma3.Gemma3, gemma3.PRESETS, gemma3.rules_for, gemma3.HUB),
+    "olmoe": Architecture(olmoe.Olmoe, olmoe.PRESETS, olmoe.rules_for, olmoe.HUB),
+    "gpt_oss": Architecture(gpt_oss.GptOss, gpt_oss.PRESETS, gpt_oss.rules_for, gpt_oss.HUB),
 }
+
+
+def model_name(config: Any) -> str:
+    """Return the name of the architecture that these are sizes of."""
+    return next(k for k, v in MODELS.items() if isinstance(config, type(v.presets["tiny"])))

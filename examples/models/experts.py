@@ -1,12 +1,26 @@
 """What the mixtures of experts share: experts applied to the tokens that chose them, and losses."""
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 Form = Literal["dense", "ragged"]
+
+
+class Routing(NamedTuple):
+    """What a router has decided for tokens.
+
+    Attributes:
+      logits: (tokens, experts).
+      chosen: (tokens, k), which experts each token goes to.
+      auxiliary: the losses of the router, weighted and added up.
+    """
+
+    logits: jax.Array
+    chosen: jax.Array
+    auxiliary: jax.Array
 
 
 class ExpertMLP(Protocol):

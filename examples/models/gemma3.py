@@ -209,7 +209,7 @@ class Gemma3(nnx.Module):
 
 
 # `Gemma3ForCausalLM` of transformers.
-_HUB = [
+HUB = [
     *ENDS,
     *in_every_layer(
         {
@@ -236,9 +236,9 @@ def from_hugging_face(config: Gemma3Config, state_dict: Mapping[str, Any]) -> nn
     """Return the parameters of `Gemma3(config, ...)` from a state dict of the hub."""
     model = nnx.eval_shape(lambda: Gemma3(config, nnx.Rngs(0)))
     shapes = nnx.as_pure(nnx.state(model, nnx.Param))
-    return from_hub(_HUB, shapes, state_dict, tied=config.tied)
+    return from_hub(HUB, shapes, state_dict, tied=config.tied)
 
 
 def to_hugging_face(params: nnx.State) -> dict[str, np.ndarray]:
     """Return the state dict of pure parameters: the inverse of `from_hugging_face`."""
-    return to_hub(_HUB, params)
+    return to_hub(HUB, params)

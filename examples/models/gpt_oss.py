@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.experts import Form, load_balance, mixture, z_loss
+from models.experts import Form, Routing, load_balance, mixture, z_loss
 from models.hugging_face import ENDS, from_hub, in_every_layer, to_hub
 from models.layers import (
     RMSNorm,
@@ -183,8 +183,8 @@ class Experts(nnx.Module):
         self.down = nnx.Param(init(rngs.params(), (experts, d_ff, d_model), jnp.float32))
         self.down_bias = nnx.Param(jnp.zeros((experts, d_model), jnp.float32))
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the output and the auxiliary losses, weighted and added up."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
+        """Return the output, and what the router has decided."""
         config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = self.router(tokens).astype(wide(x.dtype))
         largest, chosen = jax.lax.top_k(logits, config.num_active)
@@ -198,7 +198,7 @@ class Experts(nnx.Module):
         )
         balance = load_balance(jax.nn.softmax(logits, axis=-1), chosen)
         auxiliary = config.balance_coef * balance + config.z_coef * z_loss(logits)
-        return mixed.reshape(x.shape), auxiliary
+        return mixed.reshape(x.shape), Routing(logits, chosen, auxiliary)
 
     def _swiglu(self, x: jax.Array, dot: Callable, each: Callable) -> jax.Array:
         """Return `down((up + 1) * gate * sigmoid(alpha gate))` of clamped gate and up."""
@@ -219,10 +219,10 @@ class Layer(nnx.Module):
         self.moe_norm = RMSNorm(config.d_model, config.norm_eps, rngs=rngs)
         self.moe = Experts(config, rngs)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
         x = x + self.attn(self.attn_norm(x))
-        mixed, auxiliary = self.moe(self.moe_norm(x))
-        return x + mixed, auxiliary
+        mixed, routing = self.moe(self.moe_norm(x))
+        return x + mixed, routing
 
 
 class GptOss(nnx.Module):
@@ -240,15 +240,23 @@ class GptOss(nnx.Module):
         self.lm_head = untied_head(config.d_model, config.vocab_size, rngs)
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, auxiliaries = self.embed(tokens), []
+        x, routing = self._hidden(tokens)
+        return as_logits(self.lm_head(self.norm(x))), jnp.mean(routing.auxiliary)
+
+    def routing(self, tokens: jax.Array) -> Routing:
+        """Return what the router of every layer decides, the layers along the first axis."""
+        return self._hidden(tokens)[1]
+
+    def _hidden(self, tokens: jax.Array) -> tuple[jax.Array, Routing]:
+        x, routings = self.embed(tokens), []
         for layer in self.layers:
-            x, auxiliary = layer(x)
-            auxiliaries.append(auxiliary)
-        return as_logits(self.lm_head(self.norm(x))), jnp.mean(jnp.stack(auxiliaries))
+            x, routing = layer(x)
+            routings.append(routing)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *routings)
 
 
 # `GptOssForCausalLM` of transformers, with experts that are not quantised.
-_HUB = [
+HUB = [
     *ENDS,
     *in_every_layer(
         {
@@ -278,9 +286,9 @@ def from_hugging_face(config: GptOssConfig, state_dict: Mapping[str, Any]) -> nn
     """Return the parameters of `GptOss(config, ...)` from a state dict of the hub."""
     model = nnx.eval_shape(lambda: GptOss(config, nnx.Rngs(0)))
     shapes = nnx.as_pure(nnx.state(model, nnx.Param))
-    return from_hub(_HUB, shapes, state_dict)
+    return from_hub(HUB, shapes, state_dict)
 
 
 def to_hugging_face(params: nnx.State) -> dict[str, np.ndarray]:
     """Return the state dict of pure parameters: the inverse of `from_hugging_face`."""
-    return to_hub(_HUB, params)
+    return to_hub(HUB, params)

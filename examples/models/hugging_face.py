@@ -26,10 +26,15 @@ class Weight(NamedTuple):
     path: str
     axes: str = ""
 
+    @property
+    def stacked(self) -> bool:
+        """Whether the leaf is a stack of experts, each a weight of its own on the hub."""
+        return "{expert}" in self.hub
+
     def names(self, path: str, experts: int) -> list[str]:
         """Return the names on the hub of the leaf at `path`."""
         layer = next(iter(_LAYER.findall(path)), "")
-        if "{expert}" not in self.hub:
+        if not self.stacked:
             return [self.hub.format(layer=layer)]
         return [self.hub.format(layer=layer, expert=expert) for expert in range(experts)]
 
@@ -63,43 +68,56 @@ class Weight(NamedTuple):
         return [left.split().index(name) for side in sides for name in side], groups
 
 
+def check_hub(
+    weights: Iterable[Weight], shapes: Any, found: Mapping[str, Any], *, tied: bool = False
+) -> None:
+    """Compare the names and shapes of a state dict with a parameter tree; see `from_hub`."""
+    table = {weight.path: weight for weight in weights}
+    rest = set(found) - ({"lm_head.weight"} if tied else set())
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        path = keystr(keys, simple=True, separator="/")
+        weight = table[_LAYER.sub("*", path)]
+        need = weight.hub_shape(leaf.shape[1:] if weight.stacked else leaf.shape)
+        for name in weight.names(path, leaf.shape[0]):
+            if name not in found:
+                raise ValueError(f"{path}: the state dict has no {name}.")
+            if (shape := tuple(np.shape(found[name]))) != need:
+                raise ValueError(f"{name}: shape {shape}; need {need}.")
+            rest.remove(name)
+    if rest:
+        raise ValueError(f"The state dict has weights that the model lacks: {sorted(rest)[:5]}")
+
+
 def from_hub(
     weights: Iterable[Weight], shapes: Any, state_dict: Mapping[str, Any], *, tied: bool = False
 ) -> Any:
-    """Return a tree like `shapes` with the weights of a state dict.
+    """Return a tree like `shapes` with the weights of a state dict, converted leaf by leaf.
 
     Args:
       weights: the table of the architecture.
-      shapes: the parameter tree, or its shapes.
+      shapes: the parameter tree, or its shapes; where these have shardings, so do the leaves.
       state_dict: name -> array, or what NumPy takes for one.
       tied: whether a head in the state dict is the embedding once more, and left aside.
 
     Raises:
       ValueError: for a weight that is missing, of another shape, or left over.
     """
+    check_hub(weights, shapes, state_dict, tied=tied)
     table = {weight.path: weight for weight in weights}
-    rest = set(state_dict) - ({"lm_head.weight"} if tied else set())
 
     def leaf(keys: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
         path = keystr(keys, simple=True, separator="/")
         weight = table[_LAYER.sub("*", path)]
+        part = shape.shape[1:] if weight.stacked else shape.shape
         names = weight.names(path, shape.shape[0])
-        if missing := [name for name in names if name not in state_dict]:
-            raise ValueError(f"{path}: the state dict has no {missing[0]}.")
-        rest.difference_update(names)
-        values = [np.asarray(state_dict[name]) for name in names]
-        stacked = "{expert}" in weight.hub
-        part = shape.shape[1:] if stacked else shape.shape
-        for name, value in zip(names, values, strict=True):
-            if value.shape != weight.hub_shape(part):
-                raise ValueError(f"{name}: shape {value.shape}; need {weight.hub_shape(part)}.")
-        parts = [weight.from_hub(value, part) for value in values]
-        return jnp.asarray(np.stack(parts) if stacked else parts[0])
+        parts = [weight.from_hub(np.asarray(state_dict[name]), part) for name in names]
+        value = np.stack(parts) if weight.stacked else parts[0]
+        place = getattr(shape, "sharding", None)
+        if place is None:
+            return jnp.asarray(value)
+        return jax.make_array_from_callback(value.shape, place, value.__getitem__)
 
-    params = jax.tree_util.tree_map_with_path(leaf, shapes)
-    if rest:
-        raise ValueError(f"The state dict has weights that the model lacks: {sorted(rest)[:5]}")
-    return params
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
 
 
 def to_hub(weights: Iterable[Weight], params: Any) -> dict[str, np.ndarray]:
@@ -110,7 +128,7 @@ def to_hub(weights: Iterable[Weight], params: Any) -> dict[str, np.ndarray]:
         path, value = keystr(keys, simple=True, separator="/"), np.asarray(leaf)
         weight = table[_LAYER.sub("*", path)]
         names = weight.names(path, len(value))
-        parts = value if "{expert}" in weight.hub else [value]
+        parts = value if weight.stacked else [value]
         for name, part in zip(names, parts, strict=True):
             state_dict[name] = weight.to_hub(part)
     return state_dict

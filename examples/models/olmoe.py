@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.experts import Form, load_balance, mixture, z_loss
+from models.experts import Form, Routing, load_balance, mixture, z_loss
 from models.hugging_face import ENDS, from_hub, in_every_layer, to_hub
 from models.layers import (
     RMSNorm,
@@ -142,8 +142,8 @@ class Experts(nnx.Module):
         self.up = nnx.Param(init(rngs.params(), inwards, jnp.float32))
         self.down = nnx.Param(init(rngs.params(), outwards, jnp.float32))
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the output and the auxiliary losses, weighted and added up."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
+        """Return the output, and what the router has decided."""
         config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = self.router(tokens).astype(wide(x.dtype))
         probabilities = jax.nn.softmax(logits, axis=-1)
@@ -156,8 +156,9 @@ class Experts(nnx.Module):
             num_experts=config.num_experts,
             form=config.experts,
         )
-        auxiliary = config.balance_coef * load_balance(probabilities, chosen)
-        return mixed.reshape(x.shape), auxiliary + config.z_coef * z_loss(logits)
+        balance = load_balance(probabilities, chosen)
+        auxiliary = config.balance_coef * balance + config.z_coef * z_loss(logits)
+        return mixed.reshape(x.shape), Routing(logits, chosen, auxiliary)
 
     def _swiglu(self, x: jax.Array, dot: Callable, each: Callable) -> jax.Array:
         return dot(nnx.silu(dot(x, self.gate[...])) * dot(x, self.up[...]), self.down[...])
@@ -172,10 +173,10 @@ class Layer(nnx.Module):
         self.moe_norm = RMSNorm(config.d_model, config.norm_eps, rngs=rngs)
         self.moe = Experts(config, rngs)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
         x = x + self.attn(self.attn_norm(x))
-        mixed, auxiliary = self.moe(self.moe_norm(x))
-        return x + mixed, auxiliary
+        mixed, routing = self.moe(self.moe_norm(x))
+        return x + mixed, routing
 
 
 class Olmoe(nnx.Module):
@@ -191,15 +192,23 @@ class Olmoe(nnx.Module):
         self.lm_head = untied_head(config.d_model, config.vocab_size, rngs)
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, auxiliaries = self.embed(tokens), []
+        x, routing = self._hidden(tokens)
+        return as_logits(self.lm_head(self.norm(x))), jnp.mean(routing.auxiliary)
+
+    def routing(self, tokens: jax.Array) -> Routing:
+        """Return what the router of every layer decides, the layers along the first axis."""
+        return self._hidden(tokens)[1]
+
+    def _hidden(self, tokens: jax.Array) -> tuple[jax.Array, Routing]:
+        x, routings = self.embed(tokens), []
         for layer in self.layers:
-            x, auxiliary = layer(x)
-            auxiliaries.append(auxiliary)
-        return as_logits(self.lm_head(self.norm(x))), jnp.mean(jnp.stack(auxiliaries))
+            x, routing = layer(x)
+            routings.append(routing)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *routings)
 
 
 # `OlmoeForCausalLM` of transformers.
-_HUB = [
+HUB = [
     *ENDS,
     *in_every_layer(
         {
@@ -228,9 +237,9 @@ def from_hugging_face(config: OlmoeConfig, state_dict: Mapping[str, Any]) -> nnx
     """Return the parameters of `Olmoe(config, ...)` from a state dict of the hub."""
     model = nnx.eval_shape(lambda: Olmoe(config, nnx.Rngs(0)))
     shapes = nnx.as_pure(nnx.state(model, nnx.Param))
-    return from_hub(_HUB, shapes, state_dict)
+    return from_hub(HUB, shapes, state_dict)
 
 
 def to_hugging_face(params: nnx.State) -> dict[str, np.ndarray]:
     """Return the state dict of pure parameters: the inverse of `from_hugging_face`."""
-    return to_hub(_HUB, params)
+    return to_hub(HUB, params)

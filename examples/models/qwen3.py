@@ -155,7 +155,7 @@ class Qwen3(nnx.Module):
 
 
 # `Qwen3ForCausalLM` of transformers.
-_HUB = [
+HUB = [
     *ENDS,
     *in_every_layer(
         {
@@ -179,9 +179,9 @@ def from_hugging_face(config: Qwen3Config, state_dict: Mapping[str, Any]) -> nnx
     """Return the parameters of `Qwen3(config, ...)` from a state dict of the hub."""
     model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
     shapes = nnx.as_pure(nnx.state(model, nnx.Param))
-    return from_hub(_HUB, shapes, state_dict, tied=config.tied)
+    return from_hub(HUB, shapes, state_dict, tied=config.tied)
 
 
 def to_hugging_face(params: nnx.State) -> dict[str, np.ndarray]:
     """Return the state dict of pure parameters: the inverse of `from_hugging_face`."""
-    return to_hub(_HUB, params)
+    return to_hub(HUB, params)
