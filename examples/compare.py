@@ -1,150 +1,142 @@
-"""Train the same model under several optimizers and lay the results side by side.
+"""Train the same model under several optimizers, fairly, and lay the results side by side.
 
     JAX_PLATFORMS=cpu python examples/compare.py --optimizers=adamw,muon,layerwise --steps=100
 
-Every flag of pretrain.py works here too. `--learning_rates=1e-3,3e-3` tries each rate with each
-optimizer, since a rate that suits one says nothing about another; the table has all runs, the plot
-the best of each optimizer. Each run has its own folder in
-`--out_dir`; called again, finished runs are kept and a stopped one is resumed.
+Every flag of pretrain.py works here too. A rate that suits one optimizer says nothing about
+another, so every optimizer is tried at several, and the best with more seeds:
+
+    python examples/compare.py --optimizers=adamw,layerwise --rate_factors=0.5,1,2 --extend
+        --seeds=0,1,2
+
+takes a half, once and twice the rate that `pretrain.py` gives each optimizer, with the first seed;
+goes on beyond an end of the grid while the best is there; and runs the best with the other seeds.
+The table has means and their standard errors, and the share of the steps in which AdamW's final
+loss is reached; the plot has the curves at the best rates.
+
+Each run leaves one small JSON file in `--results_dir`, named by its settings, and is never
+repeated while that is there. A stopped comparison goes on where it was.
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from pretraining.config import Config, define_flags, differences, from_json, parse_flags, validate
+from comparison import report
+from comparison.sweep import InterruptedRunError, Sweep, cached, check, sweep
+from pretraining.config import Config, define_flags, parse_flags
 from pretraining.errors import InputError
-from pretraining.job import prepare_job
-from pretraining.progress import read_metrics
-from pretraining.report import markdown_table, plot_losses
-from pretraining.run import INTERRUPTED, run
-
-HEADER = ["run", "train loss", "validation loss", "tokens/s", "state / AdamW's"]
+from pretraining.optimizers import LEARNING_RATES
+from pretraining.run import INTERRUPTED
 
 
-def _plan(config: Config, optimizers: Sequence[str], rates: Sequence[str]) -> list[Config]:
-    """List one config per optimizer and rate, each with its own folder."""
-    plan = []
-    for name in optimizers:
-        for rate in rates or [None]:
-            folder = Path(config.out_dir) / (name if rate is None else f"{name}-lr{rate}")
-            plan.append(
-                dataclasses.replace(
-                    config,
-                    optimizer=name,
-                    learning_rate=_number(rate, config.learning_rate),
-                    out_dir=str(folder),
-                    resume=(folder / "checkpoints").is_dir(),
-                )
-            )
-    return plan
+def _define_flags() -> flags.FlagValues:
+    values = define_flags()
+    for name, default, text in (
+        ("optimizers", ["adamw", "muon", "layerwise"], "Optimizers to run."),
+        ("learning_rates", [], "Peak rates to try with each."),
+        ("rate_factors", [], "Multiples to try of each optimizer's own rate."),
+        ("seeds", [], "Seeds; all rates run with the first, the best with the others."),
+    ):
+        flags.DEFINE_list(name, default, text, flag_values=values)
+    flags.DEFINE_bool("extend", False, "Try rates beyond an end that is best.", flag_values=values)
+    flags.DEFINE_string(
+        "results_dir", "", "Folder of results; out_dir/results.", flag_values=values
+    )
+    flags.DEFINE_string("report", "", "The report's path; out_dir/comparison.", flag_values=values)
+    flags.DEFINE_bool("verbose", False, "Show what every run says.", flag_values=values)
+    flags.DEFINE_bool("keep_checkpoints", True, "Keep those of finished runs.", flag_values=values)
+    values["out_dir"].default = values["out_dir"].value = "runs/compare"
+    return values
 
 
-def _check(config: Config, optimizers: Sequence[str], rates: Sequence[str]) -> None:
-    """Refuse what pretrain.py takes but a comparison cannot use."""
-    if not optimizers:
+def _numbers(name: str, texts: Sequence[str], kind: type) -> list:
+    try:
+        numbers = [kind(text) for text in texts]
+    except ValueError as error:
+        raise InputError(f"--{name}={','.join(texts)}: not all are numbers ({error})") from error
+    if len(set(numbers)) < len(numbers):
+        raise InputError(f"--{name}={','.join(texts)}: names one twice")
+    return numbers
+
+
+def _rates(config: Config, values: flags.FlagValues) -> dict[str, list[float]]:
+    """Return the rates to try with each optimizer."""
+    names, factors = values.optimizers, _numbers("rate_factors", values.rate_factors, float)
+    rates = _numbers("learning_rates", values.learning_rates, float)
+    if not names:
         raise InputError("--optimizers= is empty: name at least one")
-    for name, values in (("optimizers", optimizers), ("learning_rates", rates)):
-        if len(set(values)) < len(values):
-            raise InputError(f"--{name}={','.join(values)}: names one twice")
-    if rates and config.learning_rate is not None:
-        raise InputError("--learning_rate beside --learning_rates: give one of them")
+    if len(set(names)) < len(names):
+        raise InputError(f"--optimizers={','.join(names)}: names one twice")
+    if unknown := [name for name in names if name not in LEARNING_RATES]:
+        raise InputError(f"--optimizers={unknown[0]}: choose from {', '.join(LEARNING_RATES)}")
+    if sum(map(bool, (rates, factors, config.learning_rate))) > 1:
+        raise InputError("give one of --learning_rate, --learning_rates and --rate_factors")
+    if values.extend and len(rates) < 2 and len(factors) < 2:
+        raise InputError("--extend: give two rates or more to go on from")
+    if config.learning_rate:
+        rates = [config.learning_rate]
+    return {
+        name: rates or [float(f"{f * LEARNING_RATES[name]:.4g}") for f in factors or [1.0]]
+        for name in names
+    }
+
+
+def _show(sweeps: dict[str, Sweep], console: Console) -> None:
+    header, rows = report.table(sweeps)
+    shown = Table(*header, title="Losses in nats per token, mean ± standard error")
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+
+
+def compare(values: flags.FlagValues, config: Config, console: Console) -> None:
+    """Run what is not finished, then report."""
     if config.stop_at_step:
         raise InputError(f"--stop_at_step={config.stop_at_step}: a comparison needs finished runs")
-
-
-def _number(text: str | None, default: float | None) -> float | None:
-    try:
-        return default if text is None else float(text)
-    except ValueError as error:
-        raise InputError(f"--learning_rates: {text!r} is not a number") from error
-
-
-def _finished(config: Config) -> bool:
-    """Tell whether `config` has been run to its end; refuse the results of other settings."""
-    path = Path(config.out_dir) / "summary.json"
-    if not path.exists():
-        return False
-    saved = from_json(json.loads(path.read_text())["config"])
-    if changed := differences(saved, config):
-        raise InputError(f"{path.parent}: a run with other settings: {', '.join(changed)}")
-    return True
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
-
-
-def _row(folder: Path) -> list[str]:
-    summary = _summary(folder)
-    return [
-        folder.name,
-        f"{summary['train_loss']:.4f}",
-        f"{summary['val_loss']:.4f}",
-        f"{summary['tokens_per_second']:,.0f}",
-        f"{summary['state_bytes'] / summary['adamw_state_bytes']:.2f}",
-    ]
-
-
-def _best(folders: Sequence[Path]) -> list[Path]:
-    """Return the run with the lowest validation loss of each optimizer."""
-    best: dict[str, Path] = {}
-    for folder in sorted(folders, key=lambda folder: _summary(folder)["val_loss"]):
-        best.setdefault(_summary(folder)["config"]["optimizer"], folder)
-    return [folder for folder in folders if folder in best.values()]
-
-
-def _report(folders: Sequence[Path], out_dir: Path, console: Console) -> None:
-    rows = [_row(folder) for folder in folders]
-    table = Table(*HEADER, title="Losses in nats per token")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    (out_dir / "comparison.md").write_text(markdown_table(HEADER, rows) + "\n")
-    curves = {folder.name: read_metrics(folder / "metrics.jsonl") for folder in _best(folders)}
-    plot_losses(curves, _summary(folders[0])["baselines"], out_dir / "comparison.png")
-    console.print(f"written: {out_dir / 'comparison.md'} and {out_dir / 'comparison.png'}")
-
-
-def compare(plan: Sequence[Config], out_dir: Path, console: Console) -> int:
-    """Run what is not finished, then report; a stopped run stops the comparison."""
-    todo = [config for config in plan if not _finished(config)]
-    for config in todo:  # Every run is checked before the first one starts.
-        validate(config)
-        prepare_job(config).loader.close()
-    for config in todo:
-        console.rule(Path(config.out_dir).name)
-        if code := run(config, console):
-            return code
-    _report([Path(config.out_dir) for config in plan], out_dir, console)
-    return 0
+    seeds = _numbers("seeds", values.seeds, int) or [config.seed]
+    rates = _rates(config, values)
+    check(
+        [
+            dataclasses.replace(config, optimizer=name, learning_rate=rate, resume=False)
+            for name in rates
+            for rate in rates[name]
+        ]
+    )
+    out_dir = Path(config.out_dir)
+    run_one = cached(
+        out_dir,
+        Path(values.results_dir or out_dir / "results"),
+        console,
+        verbose=values.verbose,
+        keep_checkpoints=values.keep_checkpoints,
+    )
+    sweeps = {
+        name: sweep(config, name, rates[name], seeds, run_one, extend=values.extend)
+        for name in rates
+    }
+    stem = Path(values.report or out_dir / "comparison")
+    report.write(sweeps, stem)
+    _show(sweeps, console)
+    console.print(f"written: {stem}.md and {stem}.png")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what the flags say and return the exit code."""
-    values = define_flags()
-    flags.DEFINE_list(
-        "optimizers", ["adamw", "muon", "layerwise"], "Optimizers to run.", flag_values=values
-    )
-    flags.DEFINE_list("learning_rates", [], "Peak rates to try with each.", flag_values=values)
-    values["out_dir"].default = values["out_dir"].value = "runs/compare"
+    values = _define_flags()
     try:
         config = parse_flags(values, argv)
-        _check(config, values.optimizers, values.learning_rates)
-        plan = _plan(config, values.optimizers, values.learning_rates)
-        return compare(plan, Path(config.out_dir), Console())
-    except KeyboardInterrupt:
+        compare(values, config, Console())
+    except (KeyboardInterrupt, InterruptedRunError):
         return INTERRUPTED
     except InputError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
+    return 0
 
 
 if __name__ == "__main__":

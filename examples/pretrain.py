@@ -8,6 +8,7 @@ two cores. `--help` lists the settings; some to begin with:
     python examples/pretrain.py --optimizer=adamw --out_dir=runs/adamw
     python examples/pretrain.py --update=embedding:right_polar --lr_multiplier=embedding:2
     python examples/pretrain.py --data=texts/ --mesh=fsdp:4,tensor:2    # needs eight devices
+    python examples/pretrain.py --init_from=Qwen3-0.6B --data='shards/*.bin'    # published weights
 
 SIGTERM or Ctrl-C ends the step, saves a checkpoint and exits with code 130; the same command with
 `--resume` goes on from there, bit for bit. Wrong input exits with code 2 and one line.

@@ -63,6 +63,12 @@ class Checkpoints:
         restored = self._manager.restore(step, args=items)
         return TrainState(restored.params, restored.opt_state), restored.data
 
+    def restore_params(self, step: int, target: Any) -> Any:
+        """Restore the parameters of `step` alone, into the shapes and shardings of `target`."""
+        _check_same_leaves("params", self._manager.item_metadata(step).params, target)
+        items = ocp.args.Composite(params=ocp.args.StandardRestore(target))
+        return self._manager.restore(step, args=items).params
+
     def close(self) -> None:
         """Release the manager's threads."""
         self._manager.close()

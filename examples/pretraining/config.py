@@ -9,6 +9,7 @@ from typing import Any
 
 from absl import flags
 
+from pretraining import paper
 from pretraining.errors import InputError
 
 
@@ -27,6 +28,9 @@ class Config:
     out_dir: str = _setting("runs/pretrain", "The run folder, new or resumed.", may_change=True)
     model: str = _setting("qwen3", "qwen3, gemma3, olmoe or gpt_oss.")
     preset: str = _setting("small", "Size of the model: tiny, small, paper, or a published one.")
+    init_from: str = _setting(
+        "", "Folder with config.json and safetensors, as on the Hugging Face hub, to start from."
+    )
     vocab_size: int = _setting(
         0, "Entries of the vocabulary, that of .bin shards; 0: the preset's."
     )
@@ -35,10 +39,15 @@ class Config:
     batch_size: int = _setting(8, "Sequences per optimizer step.")
     accumulate: int = _setting(1, "Micro-batches that a batch is split into.")
     steps: int = _setting(300, "Optimizer steps of the whole schedule.")
-    optimizer: str = _setting("layerwise", "layerwise, muon, adamw or optax_muon.")
+    optimizer: str = _setting(
+        "layerwise",
+        "adamw, optax_muon, or a stack of updates by role: layerwise, muon, row_norm, right_polar, "
+        "hybrid, row_norm_router, left_polar_router; paper_...: a run of the paper.",
+    )
     learning_rate: float | None = _setting(None, "Peak rate; the optimizer's own if not set.")
     update: tuple[str, ...] = _setting((), "role:update, e.g. embedding:right_polar; repeatable.")
     lr_multiplier: tuple[str, ...] = _setting((), "role:factor, e.g. embedding:10; repeatable.")
+    lazy: bool = _setting(True, "Rows of tokens and experts that got no gradient take no step.")
     strict: bool = _setting(True, "Refuse updates that break the symmetry of their role.")
     weight_decay: float = _setting(0.1, "Decoupled weight decay, multiplied by the rate.")
     warmup_steps: int = _setting(10, "Steps of linear warm-up.")
@@ -50,9 +59,15 @@ class Config:
     eval_batches: int = _setting(16, "Most batches per evaluation.", may_change=True)
     checkpoint_every: int = _setting(100, "Steps between checkpoints.", may_change=True)
     log_every: int = _setting(10, "Steps between printed lines.", may_change=True)
-    monitor_every: int = _setting(0, "Steps between measurements of the updates; 0: never.")
+    monitor_every: int = _setting(0, "Steps between measurements; 0: never.")
     resume: bool = _setting(False, "Go on from the last checkpoint of out_dir.", may_change=True)
     stop_at_step: int = _setting(0, "Save and stop after this step; 0: never.", may_change=True)
+
+    @property
+    def model_name(self) -> str:
+        if self.init_from:
+            return f"{self.model} model from {self.init_from}"
+        return f"{self.preset} {self.model} model"
 
     @property
     def tokens_per_step(self) -> int:
@@ -92,9 +107,11 @@ def parse_flags(values: flags.FlagValues, argv: Sequence[str]) -> Config:
         raise SystemExit(0)
     if len(rest) > 1:
         raise InputError(f"unexpected argument {rest[1]!r}: settings are given as --name=value")
-    config = from_json(
-        {field.name: values[field.name].value for field in dataclasses.fields(Config)}
-    )
+    settings = {field.name: values[field.name].value for field in dataclasses.fields(Config)}
+    if values.preset == "paper" and values.model in paper.MODELS:
+        theirs = paper.settings(values.model).items()
+        settings |= {name: value for name, value in theirs if not values[name].present}
+    config = from_json(settings)
     config = dataclasses.replace(config, out_dir=str(Path(config.out_dir).expanduser()))
     validate(config)
     return config
@@ -161,5 +178,8 @@ def validate(config: Config) -> None:
         raise InputError(f"--stop_at_step={config.stop_at_step}: beyond --steps={config.steps}")
     if config.batch_size % config.accumulate:
         raise InputError(f"--accumulate={config.accumulate}: must divide --batch_size")
+    for name in ("preset", "vocab_size", "tied") if config.init_from else ():
+        if getattr(config, name) != getattr(Config(), name):
+            raise InputError(f"--{name}: leave it out, --init_from has its own in config.json")
     by_role("update", config.update)
     multipliers(config)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import symoptax
-from models.catalog import MODELS, Architecture
+from models.catalog import MODELS, Architecture, model_name
+from models.hub_folder import check_safetensors, read_config
 from pretraining.checkpoint import find_resume_step
 from pretraining.config import Config
 from pretraining.dataset import Dataset, prepare
@@ -68,6 +70,8 @@ def _model_config(config: Config) -> tuple[Architecture, Any]:
     if config.model not in MODELS:
         raise InputError(f"--model={config.model}: choose from {', '.join(MODELS)}")
     architecture = MODELS[config.model]
+    if config.init_from:
+        return architecture, _published(config, architecture)
     if config.preset not in architecture.presets:
         names = ", ".join(architecture.presets)
         raise InputError(f"--preset={config.preset}: choose from {names}")
@@ -78,6 +82,32 @@ def _model_config(config: Config) -> tuple[Architecture, Any]:
     elif config.tied:
         raise InputError(f"--tied: {config.model} has a head of its own")
     return architecture, dataclasses.replace(preset, **changes)
+
+
+def _published(config: Config, architecture: Architecture) -> Any:
+    """Return the sizes in `init_from`, or those that the resumed run has kept of it."""
+    folder = Path(config.out_dir if config.resume else config.init_from).expanduser()
+    try:
+        model = read_config(folder)
+        if model_name(model) != config.model:
+            raise ValueError(f"it is not of that model; give --model={model_name(model)}")
+        if not config.resume:
+            check_safetensors(architecture, model, folder)
+    except ValueError as error:
+        raise InputError(f"--init_from={config.init_from}: {error}") from error
+    return model
+
+
+def _with_vocabulary(config: Config, model: Any, dataset: Dataset) -> Any:
+    """Return the sizes for the vocabulary of the data; weights that are there must fit it."""
+    if not config.init_from:
+        return dataclasses.replace(model, vocab_size=dataset.vocab_size)
+    if dataset.vocab_size != model.vocab_size:
+        raise InputError(
+            f"--init_from={config.init_from}: the model has {model.vocab_size} tokens, a tokenizer "
+            f"of this text {dataset.vocab_size}; give .bin shards of the model's own tokens"
+        )
+    return model
 
 
 def _abstract_state(
@@ -101,15 +131,15 @@ def _abstract_state(
 def prepare_job(config: Config) -> Job:
     """Check the settings, cheap checks first, and prepare the data."""
     mesh = make_mesh(config.mesh)
+    resume_step = find_resume_step(config)
     architecture, model = _model_config(config)
     rules = architecture.rules_for(model)
     tx = make_optimizer(config, rules)
     # Raises where it does not fit.
     rows = batch_sharding(mesh, config.batch_size // config.accumulate)
     index, count = batch_part(rows, config.batch_size)
-    resume_step = find_resume_step(config)
     dataset = prepare(config.data, vocab_size=model.vocab_size, cache_dir=config.cache_dir)
-    model = dataclasses.replace(model, vocab_size=dataset.vocab_size)
+    model = _with_vocabulary(config, model, dataset)
     graphdef, target = _abstract_state(architecture, model, tx, mesh)
     tx = symoptax.on_mesh(tx, target.params)
     loader = make_loader(

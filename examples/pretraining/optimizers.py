@@ -8,30 +8,55 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 import symoptax
+from pretraining import paper
 from pretraining.config import Config, by_role, multipliers
 from pretraining.errors import InputError
 
-# The best on the default run of 4e-3, 8e-3 and 1.6e-2 (AdamW: 2e-3, 4e-3, 8e-3); the last untuned.
-LEARNING_RATES = {"layerwise": 8e-3, "muon": 1.6e-2, "adamw": 4e-3, "optax_muon": 1.6e-2}
-ROUTED = ("layerwise", "muon")
+_POLAR_HIDDEN = dict.fromkeys(
+    ["attention", "mlp_in", "mlp_down", "expert_in", "expert_down"], "polar"
+)
+_ADAMW_ENDS = dict.fromkeys(["embedding", "tied_embedding", "lm_head", "lm_head_no_shift"], "adamw")
+_ADAMW_ROUTER = dict.fromkeys(["router", "router_no_shift"], "adamw")
 
-# Muon as commonly run: polar for the hidden matrices, AdamW for both ends and for routers.
-_MUON_UPDATES = {
-    "embedding": "adamw",
-    "tied_embedding": "adamw",
-    "lm_head": "adamw",
-    "attention": "polar",
-    "mlp_in": "polar",
-    "mlp_down": "polar",
-    "expert_in": "polar",
-    "expert_down": "polar",
-    "router": "adamw",
-    "router_no_shift": "adamw",
+
+def _ends(name: str) -> dict[str, str]:
+    return {
+        "embedding": name,
+        "tied_embedding": name,
+        "lm_head": f"centered_{name}",
+        "lm_head_no_shift": name,
+    }
+
+
+def _router(name: str) -> dict[str, str]:
+    return {"router": f"centered_{name}", "router_no_shift": name}
+
+
+# Updates by role, where they are not those of `symoptax.layerwise`. Muon as commonly run is polar
+# for the hidden matrices, AdamW for both ends and for routers; the next ones change its ends, then
+# the router too, and the default all of it.
+STACKS = {
+    "muon": _POLAR_HIDDEN | _ADAMW_ENDS | _ADAMW_ROUTER,
+    "row_norm": _POLAR_HIDDEN | _ends("row_norm") | _ADAMW_ROUTER,
+    "right_polar": _POLAR_HIDDEN | _ends("right_polar") | _ADAMW_ROUTER,
+    "hybrid": _POLAR_HIDDEN | _ends("hybrid") | _ADAMW_ROUTER,
+    "row_norm_router": _POLAR_HIDDEN | _ends("row_norm") | _router("row_norm"),
+    "left_polar_router": _POLAR_HIDDEN | _ends("row_norm") | _router("left_polar"),
+    "layerwise": {},
+}
+# The best on the default run of 4e-3, 8e-3 and 1.6e-2 (AdamW: 2e-3, 4e-3, 8e-3).
+LEARNING_RATES = {
+    **dict.fromkeys(STACKS, 8e-3),
+    "muon": 1.6e-2,
+    "adamw": 4e-3,
+    "optax_muon": 1.6e-2,
 }
 
 
 def make_schedule(config: Config) -> optax.Schedule:
     """Linear warm-up, constant, then linear to 0 over the last `decay_fraction` of the steps."""
+    if config.optimizer in paper.OPTIMIZERS:
+        return paper.falling(_paper_run(config).matrices, config.steps)
     peak = config.learning_rate or LEARNING_RATES[config.optimizer]
     warmup = max(1, config.warmup_steps)
     decay = max(1, round(config.decay_fraction * config.steps))
@@ -55,8 +80,8 @@ def routing_options(
             f"no parameter of this model has the role {', '.join(idle)}; "
             f"its roles are {', '.join(sorted(roles))}"
         )
-    updates = _MUON_UPDATES if config.optimizer == "muon" else {}
-    updates = {role: update for role, update in updates.items() if role in roles} | given
+    updates = STACKS[config.optimizer].items()
+    updates = {role: update for role, update in updates if role in roles} | given
     return {"updates": updates or None, "lr_multipliers": factors or None}
 
 
@@ -66,7 +91,12 @@ def _routed(
     options = routing_options(config, rules)
     try:
         return symoptax.layerwise(
-            schedule, rules, weight_decay=config.weight_decay, strict=config.strict, **options
+            schedule,
+            rules,
+            weight_decay=config.weight_decay,
+            lazy=config.lazy,
+            strict=config.strict,
+            **options,
         )
     except ValueError as error:
         mend = str(error).replace("strict=False", "--nostrict")
@@ -94,20 +124,46 @@ def _optax_muon(config: Config, schedule: optax.Schedule) -> optax.GradientTrans
     )
 
 
+def _paper_run(config: Config) -> paper.PaperRun:
+    run = paper.find(config.model, config.optimizer)
+    if run is None:
+        names = ", ".join(paper.PREFIX + name for name in paper.MODELS[config.model].runs)
+        raise InputError(f"--optimizer={config.optimizer}: the runs of {config.model} are {names}")
+    if config.learning_rate or config.weight_decay:
+        raise InputError(
+            f"--optimizer={config.optimizer} has rates of its own and no decay: "
+            "leave --learning_rate out, and give --weight_decay=0 or --preset=paper"
+        )
+    return run
+
+
+def describe(config: Config, params: optax.Params, rules: Sequence[symoptax.ParamRule]) -> str:
+    """Say what the optimizer does to each parameter."""
+    if config.optimizer in paper.OPTIMIZERS:
+        return paper.describe(_paper_run(config), rules)
+    if config.optimizer not in STACKS:
+        return f"{config.optimizer}: not routed by role"
+    options = routing_options(config, rules)
+    return str(symoptax.routing_report(params, rules, strict=config.strict, **options))
+
+
 def make_optimizer(
     config: Config, rules: Sequence[symoptax.ParamRule]
 ) -> optax.GradientTransformation:
     """Build the optimizer named by `config`, with clipping before it and a monitor after it."""
-    if config.optimizer not in LEARNING_RATES:
-        raise InputError(f"--optimizer={config.optimizer}: choose from {', '.join(LEARNING_RATES)}")
-    if config.optimizer not in ROUTED and (config.update or config.lr_multiplier):
+    if config.optimizer not in LEARNING_RATES and config.optimizer not in paper.OPTIMIZERS:
+        names = ", ".join([*LEARNING_RATES, *paper.OPTIMIZERS])
+        raise InputError(f"--optimizer={config.optimizer}: choose from {names}")
+    if config.optimizer not in STACKS and (config.update or config.lr_multiplier):
         raise InputError(
             f"--optimizer={config.optimizer} has no roles: "
-            f"--update and --lr_multiplier go with {' or '.join(ROUTED)}"
+            f"--update and --lr_multiplier go with {', '.join(STACKS)}"
         )
     schedule = make_schedule(config)
     if config.optimizer == "adamw":
         tx = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
+    elif config.optimizer in paper.OPTIMIZERS:
+        tx = paper.make_optimizer(_paper_run(config), rules, config.steps)
     elif config.optimizer == "optax_muon":
         tx = _optax_muon(config, schedule)
     else:

@@ -5,11 +5,13 @@ import os
 import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
@@ -45,10 +47,13 @@ class _Files:
         self._lines = (folder / "metrics.jsonl").open("a", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+            if isinstance(value, list):
+                self._board.add_histogram(name, np.array(value), step)
+            else:
+                self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._lines.close()
@@ -113,8 +118,8 @@ class Recorder:
         self._write(step, {"val_loss": loss})
         self.say(f"step {step:>6}  validation loss {loss:.4f}")
 
-    def measured(self, step: int, values: dict[str, float]) -> None:
-        """Write what the monitor has measured at `step`."""
+    def measured(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write what was measured at `step`: numbers, and lists, which are histograms in a plot."""
         self.flush()
         self._write(step, values)
 
@@ -122,7 +127,7 @@ class Recorder:
         """Print a line above the live one."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _write(self, step: int, values: dict[str, float]) -> None:
+    def _write(self, step: int, values: Mapping[str, Any]) -> None:
         if self._files:
             self._files.write(step, values)
 

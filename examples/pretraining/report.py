@@ -14,6 +14,7 @@ import optax
 
 from pretraining.config import Config
 from pretraining.progress import read_metrics
+from pretraining.spikes import loss_spikes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +23,12 @@ class Summary:
 
     train_loss: float
     val_loss: float
+    loss_spikes: int
     tokens_per_second: float
     state_bytes: int
     adamw_state_bytes: int
     baselines: dict[str, float | None]
+    data: str
 
     def save(self, folder: Path, config: Config) -> None:
         """Write summary.json, which marks the run in `folder` as finished."""
@@ -39,7 +42,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 def summarize(
-    folder: Path, params: Any, opt_state: Any, baselines: dict[str, float | None]
+    folder: Path, params: Any, opt_state: Any, baselines: dict[str, float | None], data: str
 ) -> Summary:
     """Sum up the run whose metrics lie in `folder`."""
     rows = read_metrics(folder / "metrics.jsonl")
@@ -47,10 +50,12 @@ def summarize(
     return Summary(
         train_loss=statistics.fmean(row["loss"] for row in last),
         val_loss=[row["val_loss"] for row in rows if "val_loss" in row][-1],
+        loss_spikes=len(loss_spikes([row["loss"] for row in rows if "loss" in row])),
         tokens_per_second=last[-1]["tokens_per_second"],
         state_bytes=tree_bytes(opt_state),
         adamw_state_bytes=tree_bytes(jax.eval_shape(optax.adamw(1e-3).init, params)),
         baselines=baselines,
+        data=data,
     )
 
 
@@ -72,16 +77,24 @@ def _loss_rows(summary: Summary) -> list[list[str]]:
     return [[name, f"{loss:.4f}"] for name, loss in rows if loss is not None]
 
 
-def _report(config: Config, summary: Summary, data: str, routing: str) -> str:
+def _report(config: Config, summary: Summary, routing: str) -> str:
     beats = "beats" if summary.val_loss < summary.baselines["unigram"] else "DOES NOT beat"
     ratio = summary.state_bytes / summary.adamw_state_bytes
     folder = Path(config.out_dir)
-    names = ["metrics.jsonl", "loss.png", "summary.json", "checkpoints", "tensorboard"]
+    names = [
+        "metrics.jsonl",
+        "loss.png",
+        "summary.json",
+        "config.json",
+        "checkpoints",
+        "tensorboard",
+    ]
     return "\n\n".join(
         [
-            f"# {config.optimizer}, {config.preset} {config.model} model, {config.steps} steps",
-            f"Data: {data}. The model {beats} the unigram baseline.",
+            f"# {config.optimizer}, {config.model_name}, {config.steps} steps",
+            f"Data: {summary.data}. The model {beats} the unigram baseline.",
             markdown_table(["validation loss", "nats per token"], _loss_rows(summary)),
+            f"Loss spikes: {summary.loss_spikes}.",
             f"Speed: {summary.tokens_per_second:,.0f} tokens per second. Optimizer state: "
             f"{summary.state_bytes:,} bytes, {ratio:.2f} times AdamW's.",
             f"```\n{routing.rstrip()}\n```",
@@ -90,10 +103,10 @@ def _report(config: Config, summary: Summary, data: str, routing: str) -> str:
     )
 
 
-def write_report(config: Config, summary: Summary, data: str, routing: str) -> str:
+def write_report(config: Config, summary: Summary, routing: str) -> str:
     """Write report.md, loss.png and, last, summary.json; return the report."""
     folder = Path(config.out_dir)
-    text = _report(config, summary, data, routing)
+    text = _report(config, summary, routing)
     (folder / "report.md").write_text(text)
     curves = {config.optimizer: read_metrics(folder / "metrics.jsonl")}
     plot_losses(curves, summary.baselines, folder / "loss.png")

@@ -4,18 +4,20 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from rich.console import Console
 
-import symoptax
+from models.hub_folder import from_safetensors, write_config
 from pretraining.checkpoint import Checkpoints
 from pretraining.config import Config
+from pretraining.diagnostics import Latest, diagnostics
 from pretraining.errors import InputError
 from pretraining.job import Job, prepare_job
-from pretraining.optimizers import ROUTED, make_schedule, routing_options
+from pretraining.optimizers import describe, make_schedule
 from pretraining.processes import begin_together, stop_together
 from pretraining.progress import Recorder
 from pretraining.report import summarize, write_report
@@ -65,17 +67,29 @@ def _open_folder(config: Config) -> Checkpoints:
     return Checkpoints(folder / "checkpoints")
 
 
-def _initial_state(job: Job) -> TrainState:
+def _published_params(job: Job) -> Any:
+    folder = Path(job.config.init_from).expanduser()
+    try:
+        return from_safetensors(job.architecture, job.model, folder, shapes=job.target.params)
+    except ValueError as error:
+        raise InputError(f"--init_from={folder}: {error}") from error
+
+
+def _random_params(job: Job) -> Any:
     # Not compiled as a whole: XLA takes longer over the random numbers than the model to make them.
     params = nnx.as_pure(nnx.state(job.architecture.build(job.model, nnx.Rngs(job.config.seed))))
     # Every process has them all and keeps its shards; `device_put` would compare them first.
-    params = jax.tree.map(
+    return jax.tree.map(
         lambda leaf, place: jax.make_array_from_callback(
             leaf.shape, place, np.asarray(leaf).__getitem__
         ),
         params,
         job.shardings.params,
     )
+
+
+def _initial_state(job: Job) -> TrainState:
+    params = _published_params(job) if job.config.init_from else _random_params(job)
     # Compiled, since only `out_shardings` also places the counters on the whole mesh.
     init = jax.jit(job.tx.init, out_shardings=job.shardings.opt_state)
     return TrainState(params, init(params))
@@ -83,6 +97,8 @@ def _initial_state(job: Job) -> TrainState:
 
 def _start(job: Job, checkpoints: Checkpoints) -> TrainState:
     if job.resume_step is None:
+        if jax.process_index() == 0:
+            write_config(job.model, Path(job.config.out_dir))
         return _initial_state(job)
     state, data_state = checkpoints.restore(job.resume_step, job.target)
     job.loader.set_state(data_state)
@@ -111,13 +127,6 @@ def _hooks(job: Job, checkpoints: Checkpoints, recorder: Recorder, loss: LossFn)
     return [Hook(config.eval_every, validate), Hook(config.checkpoint_every, save)]
 
 
-def _monitor(every: int, recorder: Recorder) -> list[Hook]:
-    def write(step: int, state: TrainState) -> None:
-        recorder.measured(step, symoptax.monitored(state.opt_state))
-
-    return [Hook(every, write)] if every else []
-
-
 def _train(
     job: Job,
     state: TrainState,
@@ -132,8 +141,8 @@ def _train(
     )
     hooks = _hooks(job, checkpoints, recorder, jax.jit(make_loss(job.graphdef, auxiliary=False)))
     steps = range(start + 1, (config.stop_at_step or config.steps) + 1)
-    batches = _placed(job, job.loader)
-    all_hooks = [*_monitor(config.monitor_every, recorder), *hooks]
+    batches = Latest(_placed(job, job.loader))
+    all_hooks = [*diagnostics(job, batches, recorder), *hooks]
     state, step = train(state, train_step, batches, steps, recorder.train, all_hooks, stopped)
     # The last step of a run is evaluated too; every way out of the loop is saved.
     for hook in hooks if step == config.steps else hooks[1:]:
@@ -142,21 +151,12 @@ def _train(
     return step
 
 
-def _routing(job: Job) -> str:
-    if job.config.optimizer not in ROUTED:
-        return f"{job.config.optimizer}: not routed by role"
-    options = routing_options(job.config, job.rules)
-    report = symoptax.routing_report(
-        job.target.params, job.rules, strict=job.config.strict, **options
-    )
-    return str(report)
-
-
 def _finish(job: Job) -> str:
     summary = summarize(
         Path(job.config.out_dir),
         job.target.params,
         job.target.opt_state,
         dataclasses.asdict(job.dataset.baselines),
+        job.dataset.description,
     )
-    return write_report(job.config, summary, job.dataset.description, _routing(job))
+    return write_report(job.config, summary, describe(job.config, job.target.params, job.rules))

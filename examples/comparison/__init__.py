@@ -1,0 +1,1 @@
+"""Training the same model under several optimizers, and what became of it."""
