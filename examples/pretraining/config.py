@@ -19,6 +19,9 @@ def _setting(default: Any, help_text: str, *, may_change: bool = False) -> Any:
     )
 
 
+DTYPES = ("float32", "bfloat16")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Every setting of a run; `may_change` marks those that a resumed run may give anew."""
@@ -35,6 +38,10 @@ class Config:
         0, "Entries of the vocabulary, that of .bin shards; 0: the preset's."
     )
     tied: bool = _setting(False, "Use the embedding as the LM head too.")
+    model_override: tuple[str, ...] = _setting(
+        (), "size:value in place of the preset's, e.g. d_model:256, balance_coef:0; repeatable."
+    )
+    param_dtype: str = _setting("float32", "Of parameters and activations: float32 or bfloat16.")
     seq_len: int = _setting(256, "Tokens that the model reads per sequence.")
     batch_size: int = _setting(8, "Sequences per optimizer step.")
     accumulate: int = _setting(1, "Micro-batches that a batch is split into.")
@@ -47,6 +54,7 @@ class Config:
     learning_rate: float | None = _setting(None, "Peak rate; the optimizer's own if not set.")
     update: tuple[str, ...] = _setting((), "role:update, e.g. embedding:right_polar; repeatable.")
     lr_multiplier: tuple[str, ...] = _setting((), "role:factor, e.g. embedding:10; repeatable.")
+    mu_dtype: str = _setting("", "Of momenta; that of the parameters if empty.")
     lazy: bool = _setting(True, "Rows of tokens and experts that got no gradient take no step.")
     strict: bool = _setting(True, "Refuse updates that break the symmetry of their role.")
     weight_decay: float = _setting(0.1, "Decoupled weight decay, multiplied by the rate.")
@@ -65,9 +73,10 @@ class Config:
 
     @property
     def model_name(self) -> str:
+        changes = "".join(f", {entry.replace(':', ' ')}" for entry in self.model_override)
         if self.init_from:
-            return f"{self.model} model from {self.init_from}"
-        return f"{self.preset} {self.model} model"
+            return f"{self.model} model from {self.init_from}{changes}"
+        return f"{self.preset} {self.model} model{changes}"
 
     @property
     def tokens_per_step(self) -> int:
@@ -132,21 +141,21 @@ def differences(old: Config, new: Config) -> list[str]:
     return [f"{name} (was {a!r}, now {b!r})" for name, a, b in pairs if a != b]
 
 
-def by_role(name: str, entries: Sequence[str]) -> dict[str, str]:
-    """Split the `role:value` entries of the repeatable flag `name`."""
+def split_entries(name: str, entries: Sequence[str], key: str = "role") -> dict[str, str]:
+    """Split the `key:value` entries of the repeatable flag `name`."""
     pairs = [entry.partition(":") for entry in entries]
-    for entry, (role, _, value) in zip(entries, pairs, strict=True):
-        if not role or not value:
-            raise InputError(f"--{name}={entry}: write it as role:value")
-    roles = [role for role, _, _ in pairs]
-    if len(set(roles)) < len(roles):
-        raise InputError(f"--{name}: each role at most once, but got {', '.join(entries)}")
-    return {role: value for role, _, value in pairs}
+    for entry, (left, _, value) in zip(entries, pairs, strict=True):
+        if not left or not value:
+            raise InputError(f"--{name}={entry}: write it as {key}:value")
+    lefts = [left for left, _, _ in pairs]
+    if len(set(lefts)) < len(lefts):
+        raise InputError(f"--{name}: each {key} at most once, but got {', '.join(entries)}")
+    return {left: value for left, _, value in pairs}
 
 
 def multipliers(config: Config) -> dict[str, float]:
     """Return the learning-rate factor of each role in `config.lr_multiplier`."""
-    found = by_role("lr_multiplier", config.lr_multiplier)
+    found = split_entries("lr_multiplier", config.lr_multiplier)
     try:
         factors = {role: float(value) for role, value in found.items()}
     except ValueError as error:
@@ -181,5 +190,8 @@ def validate(config: Config) -> None:
     for name in ("preset", "vocab_size", "tied") if config.init_from else ():
         if getattr(config, name) != getattr(Config(), name):
             raise InputError(f"--{name}: leave it out, --init_from has its own in config.json")
-    by_role("update", config.update)
+    for name, others in (("param_dtype", ()), ("mu_dtype", ("",))):
+        if getattr(config, name) not in (*DTYPES, *others):
+            raise InputError(f"--{name}={getattr(config, name)}: choose from {', '.join(DTYPES)}")
+    split_entries("update", config.update)
     multipliers(config)

@@ -15,7 +15,7 @@ import symoptax
 from models.catalog import MODELS, Architecture, model_name
 from models.hub_folder import check_safetensors, read_config
 from pretraining.checkpoint import find_resume_step
-from pretraining.config import Config
+from pretraining.config import Config, split_entries
 from pretraining.dataset import Dataset, prepare
 from pretraining.errors import InputError
 from pretraining.loader import Loader, make_loader, validation_batches
@@ -71,7 +71,7 @@ def _model_config(config: Config) -> tuple[Architecture, Any]:
         raise InputError(f"--model={config.model}: choose from {', '.join(MODELS)}")
     architecture = MODELS[config.model]
     if config.init_from:
-        return architecture, _published(config, architecture)
+        return architecture, _overridden(config, _published(config, architecture))
     if config.preset not in architecture.presets:
         names = ", ".join(architecture.presets)
         raise InputError(f"--preset={config.preset}: choose from {names}")
@@ -81,7 +81,27 @@ def _model_config(config: Config) -> tuple[Architecture, Any]:
         changes["tied"] = config.tied
     elif config.tied:
         raise InputError(f"--tied: {config.model} has a head of its own")
-    return architecture, dataclasses.replace(preset, **changes)
+    return architecture, _overridden(config, dataclasses.replace(preset, **changes))
+
+
+def _overridden(config: Config, model: Any) -> Any:
+    """Return the sizes with the numbers that `model_override` puts in their place."""
+    changes = {}
+    numbers = {
+        name: value
+        for name, value in dataclasses.asdict(model).items()
+        if type(value) in (int, float) and name != "vocab_size"
+    }
+    for name, text in split_entries("model_override", config.model_override, "size").items():
+        given = f"--model_override={name}:{text}"
+        if name not in numbers:
+            raise InputError(f"{given}: {config.model} has {', '.join(numbers)}")
+        kind = type(numbers[name])
+        try:
+            changes[name] = kind(text)
+        except ValueError as error:
+            raise InputError(f"{given}: must be of type {kind.__name__}") from error
+    return dataclasses.replace(model, **changes)
 
 
 def _published(config: Config, architecture: Architecture) -> Any:
@@ -111,10 +131,14 @@ def _with_vocabulary(config: Config, model: Any, dataset: Dataset) -> Any:
 
 
 def _abstract_state(
-    architecture: Architecture, model: Any, tx: optax.GradientTransformation, mesh: Mesh
+    architecture: Architecture,
+    model: Any,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    dtype: str,
 ) -> tuple[nnx.GraphDef, TrainState]:
     graphdef, params = nnx.split(nnx.eval_shape(lambda: architecture.build(model, nnx.Rngs(0))))
-    params = placed(mesh, nnx.as_pure(params))
+    params = placed(mesh, nnx.as_pure(params), dtype)
     try:
         shardings = symoptax.state_shardings(tx, params)
         opt_state = jax.eval_shape(tx.init, params)
@@ -140,7 +164,7 @@ def prepare_job(config: Config) -> Job:
     index, count = batch_part(rows, config.batch_size)
     dataset = prepare(config.data, vocab_size=model.vocab_size, cache_dir=config.cache_dir)
     model = _with_vocabulary(config, model, dataset)
-    graphdef, target = _abstract_state(architecture, model, tx, mesh)
+    graphdef, target = _abstract_state(architecture, model, tx, mesh, config.param_dtype)
     tx = symoptax.on_mesh(tx, target.params)
     loader = make_loader(
         dataset.train_shards,

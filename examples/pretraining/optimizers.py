@@ -9,7 +9,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import symoptax
 from pretraining import paper
-from pretraining.config import Config, by_role, multipliers
+from pretraining.config import Config, multipliers, split_entries
 from pretraining.errors import InputError
 
 _POLAR_HIDDEN = dict.fromkeys(
@@ -74,7 +74,7 @@ def routing_options(
 ) -> dict[str, Mapping[str, object] | None]:
     """Return the `updates` and `lr_multipliers` that `layerwise` and its report are given."""
     roles = {rule.role for rule in rules}
-    given, factors = by_role("update", config.update), multipliers(config)
+    given, factors = split_entries("update", config.update), multipliers(config)
     if idle := sorted((given.keys() | factors.keys()) - roles):
         raise InputError(
             f"no parameter of this model has the role {', '.join(idle)}; "
@@ -94,6 +94,7 @@ def _routed(
             schedule,
             rules,
             weight_decay=config.weight_decay,
+            mu_dtype=config.mu_dtype or None,
             lazy=config.lazy,
             strict=config.strict,
             **options,
@@ -118,6 +119,7 @@ def _optax_muon(config: Config, schedule: optax.Schedule) -> optax.GradientTrans
         schedule,
         weight_decay=config.weight_decay,
         adam_b2=0.95,
+        mu_dtype=config.mu_dtype or None,
         adam_weight_decay=config.weight_decay,
         muon_weight_dimension_numbers=_hidden_matrices,
         consistent_rms=0.2,
@@ -129,10 +131,10 @@ def _paper_run(config: Config) -> paper.PaperRun:
     if run is None:
         names = ", ".join(paper.PREFIX + name for name in paper.MODELS[config.model].runs)
         raise InputError(f"--optimizer={config.optimizer}: the runs of {config.model} are {names}")
-    if config.learning_rate or config.weight_decay:
+    if config.learning_rate or config.mu_dtype or config.weight_decay:
         raise InputError(
-            f"--optimizer={config.optimizer} has rates of its own and no decay: "
-            "leave --learning_rate out, and give --weight_decay=0 or --preset=paper"
+            f"--optimizer={config.optimizer} has rates and dtypes of its own and no decay: leave "
+            "--learning_rate and --mu_dtype out, and give --weight_decay=0 or --preset=paper"
         )
     return run
 
@@ -144,7 +146,8 @@ def describe(config: Config, params: optax.Params, rules: Sequence[symoptax.Para
     if config.optimizer not in STACKS:
         return f"{config.optimizer}: not routed by role"
     options = routing_options(config, rules)
-    return str(symoptax.routing_report(params, rules, strict=config.strict, **options))
+    settings = {"lazy": config.lazy, "mu_dtype": config.mu_dtype or None, "strict": config.strict}
+    return str(symoptax.routing_report(params, rules, **settings, **options))
 
 
 def make_optimizer(
@@ -161,7 +164,13 @@ def make_optimizer(
         )
     schedule = make_schedule(config)
     if config.optimizer == "adamw":
-        tx = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
+        tx = optax.adamw(
+            schedule,
+            b1=0.9,
+            b2=0.95,
+            mu_dtype=config.mu_dtype or None,
+            weight_decay=config.weight_decay,
+        )
     elif config.optimizer in paper.OPTIMIZERS:
         tx = paper.make_optimizer(_paper_run(config), rules, config.steps)
     elif config.optimizer == "optax_muon":

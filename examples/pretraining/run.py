@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from rich.console import Console
@@ -70,7 +71,13 @@ def _open_folder(config: Config) -> Checkpoints:
 def _published_params(job: Job) -> Any:
     folder = Path(job.config.init_from).expanduser()
     try:
-        return from_safetensors(job.architecture, job.model, folder, shapes=job.target.params)
+        return from_safetensors(
+            job.architecture,
+            job.model,
+            folder,
+            dtype=jnp.dtype(job.config.param_dtype),
+            shapes=job.target.params,
+        )
     except ValueError as error:
         raise InputError(f"--init_from={folder}: {error}") from error
 
@@ -80,11 +87,11 @@ def _random_params(job: Job) -> Any:
     params = nnx.as_pure(nnx.state(job.architecture.build(job.model, nnx.Rngs(job.config.seed))))
     # Every process has them all and keeps its shards; `device_put` would compare them first.
     return jax.tree.map(
-        lambda leaf, place: jax.make_array_from_callback(
-            leaf.shape, place, np.asarray(leaf).__getitem__
+        lambda leaf, target: jax.make_array_from_callback(
+            leaf.shape, target.sharding, np.asarray(leaf, target.dtype).__getitem__
         ),
         params,
-        job.shardings.params,
+        job.target.params,
     )
 
 

@@ -46,11 +46,11 @@ def _param_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def placed(mesh: Mesh, params: object) -> object:
-    """Return the shapes of `params` (arrays or shapes), each with its sharding."""
+def placed(mesh: Mesh, params: object, dtype: str | None = None) -> object:
+    """Return the shapes of `params` (arrays or shapes), in `dtype`, each with its sharding."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=_param_sharding(mesh, leaf.shape)
+            leaf.shape, dtype or leaf.dtype, sharding=_param_sharding(mesh, leaf.shape)
         ),
         params,
     )

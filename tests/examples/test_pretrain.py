@@ -93,6 +93,23 @@ def test_each_model_lowers_the_loss(run, tmp_path, model):
     assert f"tiny {model} model" in (tmp_path / "run" / "report.md").read_text()
 
 
+def test_sizes_and_dtypes_can_be_given(run, tmp_path):
+    sizes = ["d_ff:96", "num_layers:1", "rope_base:1e4"]
+    flags = [f"--model_override={size}" for size in sizes]
+    dtypes = ["--param_dtype=bfloat16", "--mu_dtype=float32"]
+    assert run(tmp_path / "run", *flags, *dtypes) == 0
+    arrays = saved_arrays(tmp_path / "run", 8)
+    params = {k: v for k, v in arrays.items() if k.startswith("params")}
+    assert {array.dtype.name for array in params.values()} == {"bfloat16"}
+    assert {array.dtype.name for k, array in arrays.items() if "mu" in k} == {"float32"}
+    assert next(v.shape for k, v in params.items() if "gate_proj" in k) == (32, 96)
+    assert not any("['layers']['1']" in path or "['layers'][1]" in path for path in params)
+    losses = [loss for _, loss, _ in logged_losses(tmp_path / "run") if loss]
+    assert losses[-1] < losses[0] - 0.2
+    assert "d_ff 96, num_layers 1" in (tmp_path / "run" / "report.md").read_text()
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["rope_theta"] == 1e4
+
+
 def test_resuming_equals_the_unbroken_run_bit_for_bit(run, whole, tmp_path):
     halves = tmp_path / "halves"
     assert run(halves, "--eval_every=3", "--stop_at_step=3", "--checkpoint_every=2") == 0
@@ -155,6 +172,11 @@ BAD_INPUT = {
     "model": (["--model=gpt"], "qwen3, gemma3, olmoe, gpt_oss"),
     "preset": (["--preset=huge"], "tiny, small"),
     "a head of its own": (["--model=olmoe", "--tied"], "olmoe has a head of its own"),
+    "size": (["--model_override=width:8"], "qwen3 has d_model, num_layers"),
+    "size twice": (["--model_override=d_ff:8", "--model_override=d_ff:9"], "each size"),
+    "kind of size": (["--model_override=d_model:8.5"], "must be of type int"),
+    "dtype": (["--param_dtype=float16"], "float32, bfloat16"),
+    "dtype of momenta": (["--mu_dtype=half"], "--mu_dtype=half"),
     "optimizer": (["--optimizer=sgd"], "layerwise, adamw"),
     "update syntax": (["--update=row_norm"], "role:value"),
     "update twice": (["--update=mlp_in:polar", "--update=mlp_in:adamw"], "once"),
