@@ -26,6 +26,15 @@ def final_loss(sweep: Sweep) -> tuple[float, float]:
     return mean_and_error([result.val_loss for result in sweep.best])
 
 
+def lead(sweep: Sweep, over: Sweep) -> tuple[float, float]:
+    """Return by how much the loss is less than that of `over`, mean over seeds and standard error.
+
+    Seed by seed: runs with the same seed read the same batches from the same initial parameters.
+    """
+    theirs = {result.config.seed: result.val_loss for result in over.best}
+    return mean_and_error([theirs[result.config.seed] - result.val_loss for result in sweep.best])
+
+
 def mean_curve(sweep: Sweep) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps and the validation losses there, of shape (seeds, steps)."""
     curves = [np.array(result.val_curve) for result in sweep.best]
@@ -59,7 +68,8 @@ def table(sweeps: Mapping[str, Sweep]) -> tuple[list[str], list[list[str]]]:
     losses = {name: final_loss(sweep) for name, sweep in sweeps.items()}
     lowest = min(mean for mean, _ in losses.values())
     baseline = sweeps.get(BASELINE)
-    header = [*_HEADER, f"steps to {BASELINE}'s loss"] if baseline else _HEADER
+    columns = [f"better than {BASELINE} by", f"steps to {BASELINE}'s loss"]
+    header = _HEADER + columns if baseline else _HEADER
     rows = []
     for name in sorted(sweeps, key=lambda name: losses[name][0]):
         sweep, (mean, error) = sweeps[name], losses[name]
@@ -67,6 +77,7 @@ def table(sweeps: Mapping[str, Sweep]) -> tuple[list[str], list[list[str]]]:
         best = f"{sweep.rate:g}" + (" (at an end)" if sweep.at_an_end else "")
         row = [name, ", ".join(rates), best, _cell(mean, error), f"{mean - lowest:.3f}"]
         if baseline:
+            row.append("" if name == BASELINE else _cell(*lead(sweep, baseline)))
             share = steps_to(losses[BASELINE][0], sweep) / sweep.best[0].config.steps
             row.append(f"{share:.2f}" if math.isfinite(share) else "not reached")
         rows.append(row)

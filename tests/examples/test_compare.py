@@ -77,6 +77,10 @@ def test_the_table_has_means_standard_errors_and_steps_to_the_loss_of_adamw():
     column = "steps to adamw's loss"
     assert [by_name[n][column] for n in by_name] == ["0.50", "1.00", "not reached"]
     assert by_name["adamw"]["behind the best"] == "1.100"
+    # Seed by seed 1.0 and 1.2.
+    assert by_name["muon"]["better than adamw by"] == "1.100 ± 0.100"
+    assert by_name["layerwise"]["better than adamw by"] == "-0.400 ± 0.100"
+    assert by_name["adamw"]["better than adamw by"] == ""
     _, runs = report.all_runs(sweeps)
     assert len(runs) == 6
 
