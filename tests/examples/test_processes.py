@@ -71,6 +71,7 @@ class Process:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
         }
         self.log = log
         with log.open("w") as file:
@@ -85,7 +86,13 @@ class Process:
             time.sleep(0.02)
 
     def end(self, within=PATIENCE):
-        return self.popen.wait(within)
+        """Wait for its exit code; of one that hangs, show where."""
+        try:
+            return self.popen.wait(within)
+        except subprocess.TimeoutExpired:
+            self.popen.send_signal(signal.SIGABRT)
+            self.popen.wait(PATIENCE)
+            raise AssertionError(f"still there after {within} s:\n{self.log.read_text()}") from None
 
 
 @pytest.fixture(scope="module")
