@@ -55,7 +55,7 @@ class Config:
     update: tuple[str, ...] = _setting((), "role:update, e.g. embedding:right_polar; repeatable.")
     lr_multiplier: tuple[str, ...] = _setting((), "role:factor, e.g. embedding:10; repeatable.")
     mu_dtype: str = _setting("", "Of momenta; that of the parameters if empty.")
-    lazy: bool = _setting(True, "Rows of tokens and experts that got no gradient take no step.")
+    lazy: bool = _setting(True, "Stop rows of tokens and experts long without gradient.")
     strict: bool = _setting(True, "Refuse updates that break the symmetry of their role.")
     weight_decay: float = _setting(0.1, "Decoupled weight decay, multiplied by the rate.")
     warmup_steps: int = _setting(10, "Steps of linear warm-up.")

@@ -1,0 +1,103 @@
+"""Whether the best rate moves with the width or the model, and which multipliers are best."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from comparison.sweep import Sweep, sweep
+from pretraining.report import markdown_table
+from runs import MODELS, SEEDS, arm, run_one, settings
+
+# Heads stay 32 wide.
+WIDTHS = {
+    64: ("d_model:64", "d_ff:192", "num_heads:2", "num_kv_heads:1"),
+    128: (),
+    256: ("d_model:256", "d_ff:768", "num_heads:8", "num_kv_heads:4"),
+}
+
+
+@functools.cache
+def _at_width(width: int, optimizer: str) -> Sweep:
+    if not WIDTHS[width]:
+        return arm("qwen3", optimizer)
+    config = settings("qwen3", model_override=WIDTHS[width])
+    rates = sorted(arm("qwen3", optimizer).by_rate)
+    around = [rate for rate in rates if 0.4 < rate / arm("qwen3", optimizer).rate < 2.5]
+    return sweep(config, optimizer, around, SEEDS[:1], run_one(), extend=True)
+
+
+def _by_rate(sweeps: Mapping[tuple[str, str], Sweep], first: list[str]) -> str:
+    rates = sorted({rate for sweep in sweeps.values() for rate in sweep.by_rate})
+    rows = []
+    for key, found in sweeps.items():
+        losses = [
+            f"{found.by_rate[rate].val_loss:.3f}" if rate in found.by_rate else "" for rate in rates
+        ]
+        best = rates.index(found.rate)
+        losses[best] = f"**{losses[best]}**"
+        rows.append([*key, *losses])
+    return markdown_table([*first, *(f"{rate:g}" for rate in rates)], rows)
+
+
+def transfer() -> str:
+    """Lay out the losses by width and rate, then by model and rate, one seed."""
+    optimizers = ("layerwise", "adamw")
+    widths = {(name, str(w)): _at_width(w, name) for name in optimizers for w in WIDTHS}
+    models = {(name, model): arm(model, name) for name in optimizers for model in MODELS}
+    return "\n\n".join(
+        [
+            _by_rate(widths, ["optimizer", "width of qwen3"]),
+            _by_rate(models, ["optimizer", "model"]),
+        ]
+    )
+
+
+def of_adamw() -> str:
+    """Compare `layerwise` at AdamW's best rate with `layerwise` at its own."""
+    rows = []
+    for model in MODELS:
+        theirs, ours = arm(model, "adamw"), arm(model, "layerwise")
+        config = settings(model, optimizer="layerwise", learning_rate=theirs.rate, seed=SEEDS[0])
+        there, best = run_one()(config).val_loss, ours.by_rate[ours.rate].val_loss
+        rows.append(
+            [
+                model,
+                f"{theirs.rate:g}",
+                f"{there:.3f}",
+                f"{ours.rate:g}",
+                f"{best:.3f}",
+                f"{100 * (there / best - 1):+.1f} %",
+            ]
+        )
+    header = ["model", "AdamW's rate", "loss there", "best rate", "loss there", "more"]
+    return markdown_table(header, rows)
+
+
+_FACTORS = {
+    "qwen3": {
+        ("embedding",): (5, 10, 20, 40),
+        ("lm_head",): (0.25, 0.5, 1, 2, 4),
+        ("attention",): (0.5, 1, 2),
+        ("mlp_in", "mlp_down"): (0.5, 1, 2),
+        ("other",): (0.5, 1, 2, 4),
+    },
+    "olmoe": {("router",): (0.5, 1, 2), ("expert_in", "expert_down"): (0.5, 1, 2)},
+}
+_DEFAULTS = {"embedding": 20}
+
+
+def multipliers() -> str:
+    """Change the multiplier of one role at a time, at the best rate, one seed."""
+    rows = []
+    for model, by_roles in _FACTORS.items():
+        found = arm(model, "layerwise")
+        config = found.by_rate[found.rate].config
+        for roles, factors in by_roles.items():
+            losses = []
+            for factor in factors:
+                default = factor == _DEFAULTS.get(roles[0], 1)
+                given = () if default else tuple(f"{role}:{factor:g}" for role in roles)
+                loss = run_one()(dataclasses.replace(config, lr_multiplier=given)).val_loss
+                losses.append(f"{factor:g}: {loss:.3f}" + (" (default)" if default else ""))
+            rows.append([model, ", ".join(roles), "; ".join(losses)])
+    return markdown_table(["model", "role", "factor: validation loss"], rows)
