@@ -85,7 +85,7 @@ def test_the_preset_brings_the_settings_that_are_not_given():
     ("change", "named"),
     [
         ({"optimizer": "paper_hybrid", "model": "olmoe"}, "the runs of olmoe are"),
-        ({"optimizer": "paper_row_norm", "learning_rate": 0.1}, "rates of its own"),
+        ({"optimizer": "paper_row_norm", "learning_rate": 0.1}, "rates and dtypes of its own"),
         ({"optimizer": "paper_row_norm", "weight_decay": 0.1}, "no decay"),
         ({"optimizer": "paper_row_norm", "update": ("embedding:polar",)}, "has no roles"),
     ],
