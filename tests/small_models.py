@@ -27,9 +27,6 @@ RULES = (
 )
 ROLES = tuple(dict.fromkeys(str(rule.role) for rule in RULES))
 
-# Small programs that run twice: all the time goes into compiling them.
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 
 def attention(q, k, v):
     weights = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))

@@ -18,7 +18,6 @@ from flax import nnx
 
 import symoptax
 import symoptax._audit.audit as audit_module
-from small_models import FAST_COMPILE
 from symoptax import MatrixView, ParamRule
 from symoptax._audit.permutations import _moving
 from symoptax._audit.probe import Probe
@@ -225,13 +224,16 @@ class Decoder:
         score = soft + wide(w["moe/router/selection"], soft) if self.router == "biased" else logits
         if self.groups > 1:
             split = score.reshape(*score.shape[:-1], self.groups, -1)
-            best = jnp.max(split, axis=-1, keepdims=True)
-            split = jnp.where(best == jnp.max(best, axis=-2, keepdims=True), split, -jnp.inf)
+            best = jnp.argmax(jnp.max(split, axis=-1), axis=-1)
+            kept = jax.nn.one_hot(best, self.groups, dtype=bool)[..., None]
+            split = jnp.where(jnp.broadcast_to(kept, split.shape), split, -jnp.inf)
             score = split.reshape(score.shape)
         if self.always:
             routed = wide(jnp.arange(self.expert) < self.expert - self.always, score)
             score = jnp.where(routed, score, jnp.inf)
-        chosen = score >= jax.lax.top_k(score, 2)[0][..., 1:]
+        # By number: a score that is computed again for a comparison may be rounded otherwise.
+        ids = jax.lax.top_k(score, 2)[1]
+        chosen = jnp.any(jax.nn.one_hot(ids, self.expert, dtype=bool), axis=-2)
         match self.router:
             case "top_k":
                 gates = jax.nn.softmax(jnp.where(chosen, logits, -jnp.inf))
@@ -273,11 +275,6 @@ def gated(w, name, x, inwards, outwards):
         w = w | {f"{name}/gate/kernel": kernel[:, 0], f"{name}/up/kernel": kernel[:, 1]}
     hidden = jax.nn.silu(affine(w, f"{name}/gate", x, inwards))
     return affine(w, f"{name}/down", hidden * affine(w, f"{name}/up", x, inwards), outwards)
-
-
-@pytest.fixture(autouse=True)
-def fast_compile(monkeypatch):
-    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=FAST_COMPILE))
 
 
 @functools.cache

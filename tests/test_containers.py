@@ -25,7 +25,6 @@ from flax.training.train_state import TrainState
 
 import symoptax
 from small_models import (
-    FAST_COMPILE,
     RULES,
     LinenModel,
     as_linen,
@@ -39,7 +38,7 @@ from symoptax import ParamRule
 
 RATE = 0.01
 STEPS = 3
-linen_gradient = jax.jit(jax.grad(linen_loss), compiler_options=FAST_COMPILE)
+linen_gradient = jax.jit(jax.grad(linen_loss))
 nnx_gradient = nnx.jit(nnx.grad(nnx_loss))
 
 

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import symoptax
-from small_models import FAST_COMPILE
 from symoptax import ParamRule
 
 VIEWS = {"kernel": "row col -> row col", "stack": "layer row col -> layer row col"}
@@ -112,7 +111,7 @@ def test_the_second_step_does_not_compile_again(case):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    step = jax.jit(step, compiler_options=FAST_COMPILE)
+    step = jax.jit(step)
     state, grads = tx.init(params), grads_of(params)
     for _ in range(2):
         params, state = step(params, state, grads)
@@ -307,7 +306,7 @@ def sharded_step(tx, params, state):
         in_specs=(specs, state_specs, specs),
         out_specs=specs,
     )
-    return jax.jit(step, compiler_options=FAST_COMPILE), (grads, state, params)
+    return jax.jit(step), (grads, state, params)
 
 
 @every_case

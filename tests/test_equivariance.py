@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import symoptax
-from small_models import FAST_COMPILE
 from symoptax import (
     Group,
     ParamRule,
@@ -102,7 +101,7 @@ def test_in_every_shape_with_no_more_than_their_group(x64, tx, own, view, shape)
 
 def jitted(tx):
     """Compile once what would otherwise compile a loop or a branch at every call."""
-    return optax.GradientTransformation(tx.init, jax.jit(tx.update, compiler_options=FAST_COMPILE))
+    return optax.GradientTransformation(tx.init, jax.jit(tx.update))
 
 
 SCHEDULE = optax.linear_schedule(0.1, 0.05, 3)

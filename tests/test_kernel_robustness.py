@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 import oracle
-from small_models import FAST_COMPILE
 from symoptax import BFLOAT16, BFLOAT16_X3, FLOAT32, TABLES, Numerics, polar_factor
 from symoptax._coefficients import coefficient_rows
 from symoptax._cost import gram_sizes, segments
@@ -76,7 +75,7 @@ def program(case):
         coefficients=case.table,
         numerics=NUMERICS[case.numerics],
     )
-    return jax.jit(function, compiler_options=FAST_COMPILE)
+    return jax.jit(function)
 
 
 def run(case, stack):

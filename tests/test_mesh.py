@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import symoptax
-from small_models import FAST_COMPILE
 from symoptax import ParamRule
 
 
@@ -246,7 +245,7 @@ def test_a_mesh_changes_no_number_and_no_layout(expected, layout, kind):
     tx, params, grads = eight_steps(), place(numbers()), place(numbers(1))
     shardings = jax.tree.map(lambda x: x.sharding, params)
     with jax.set_mesh(mesh):
-        step = jax.jit(tx.update, out_shardings=(shardings, None), compiler_options=FAST_COMPILE)
+        step = jax.jit(tx.update, out_shardings=(shardings, None))
         updates, _ = step(grads, tx.init(params), params)
     for name, update in updates.items():
         assert update.sharding.is_equivalent_to(params[name].sharding, update.ndim), name
@@ -273,7 +272,7 @@ def test_the_state_lives_beside_the_parameters(layout):
         assert leaf.sharding.is_equivalent_to(params[name].sharding, leaf.ndim)
     # A step changes neither types nor layouts, and is compiled once.
     places = (jax.tree.map(lambda x: x.sharding, params), shardings)
-    step = jax.jit(tx.update, out_shardings=places, compiler_options=FAST_COMPILE)
+    step = jax.jit(tx.update, out_shardings=places)
     _, second = step(params, state, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(second, state)
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(second), strict=True):
@@ -365,7 +364,7 @@ def updates_of(build, params, grads, how):
     """Return the updates of one step, compiled as `how` says."""
     tx = build()
     told = symoptax.on_mesh(tx, params) if how == "told" else tx
-    step = jax.jit(lambda g, p: told.update(g, tx.init(p), p)[0], compiler_options=FAST_COMPILE)
+    step = jax.jit(lambda g, p: told.update(g, tx.init(p), p)[0])
     return step(grads, params)
 
 

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import symoptax
-from small_models import FAST_COMPILE
 from symoptax import ParamRule
 
 RULES = [
@@ -94,7 +93,7 @@ def test_no_size_makes_a_number_that_is_none(scale):
 def test_only_every_so_many_steps_are_measured():
     tx = symoptax.monitor(RULES, every=3)
     state = tx.init(tree(0))
-    step = jax.jit(tx.update, compiler_options=FAST_COMPILE)
+    step = jax.jit(tx.update)
     seen = []
     for count in range(5):
         _, state = step(tree(count), state, tree(9))

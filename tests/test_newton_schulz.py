@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import oracle
-from small_models import FAST_COMPILE
 from symoptax import TABLES, inverse_sqrt, polar_factor
 from symoptax._coefficients import coefficient_rows
 from symoptax._minimax import apply_rows
@@ -29,8 +28,7 @@ def bound(s):
 
 
 def compiled(function, **options):
-    """Return the function in a program that is compiled in half the time, and runs for longer."""
-    return jax.jit(functools.partial(function, **options), compiler_options=FAST_COMPILE)
+    return jax.jit(functools.partial(function, **options))
 
 
 def singular_values(x):

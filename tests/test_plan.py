@@ -9,7 +9,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import symoptax
-from small_models import FAST_COMPILE
 from symoptax import ParamRule
 
 
@@ -111,7 +110,7 @@ def test_parameters_without_a_mesh_have_no_plan():
 
 
 def updates_on(place, tx, gradient):
-    step = jax.jit(lambda g: tx.update(g, tx.init(g))[0], compiler_options=FAST_COMPILE)
+    step = jax.jit(lambda g: tx.update(g, tx.init(g))[0])
     return step(place(gradient))
 
 

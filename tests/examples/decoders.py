@@ -1,6 +1,5 @@
 """What the tests of every decoder do with it."""
 
-import contextlib
 import math
 
 import jax
@@ -9,16 +8,6 @@ import optax
 from flax import nnx
 
 import symoptax
-
-
-@contextlib.contextmanager
-def compiled_in_a_hurry():
-    """For programs that run a few times: all the time goes into compiling them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def shapes(build, config):
@@ -55,7 +44,6 @@ def _start(build, config):
     return nnx.as_pure(params), loss_fn, tokens
 
 
-@compiled_in_a_hurry()
 def claims_that_hold(build, config, rules):
     """Audit; return the claims, after checking that none is false and none undecided."""
     params, loss_fn, tokens = _start(build, config)
@@ -68,7 +56,6 @@ def claims_that_hold(build, config, rules):
     return named | {row.claim.split(",")[0] for row in held if "shift" not in row.claim}
 
 
-@compiled_in_a_hurry()
 def check_learning(build, config, rules):
     """From the loss of the uniform distribution, 30 steps on one batch go far below it."""
     params, loss_fn, tokens = _start(build, config)
@@ -91,7 +78,6 @@ def check_learning(build, config, rules):
     assert losses[-1] < uniform - 1.5
 
 
-@compiled_in_a_hurry()
 def check_causality(build, config):
     """A changed token changes the logits at its place and at all later ones, and no earlier."""
     model = build(config, nnx.Rngs(0))

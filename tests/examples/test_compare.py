@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from tiny_runs import SMALL, compile_little, write_texts
+from tiny_runs import SMALL, compile_once, write_texts
 
 import compare
 from comparison import report
@@ -105,7 +105,7 @@ def flags(tmp_path_factory):
     texts = tmp_path_factory.mktemp("texts")
     write_texts(texts)
     cache = tmp_path_factory.mktemp("cache")
-    with compile_little(tmp_path_factory.mktemp("compiled")):
+    with compile_once(tmp_path_factory.mktemp("compiled")):
         yield ["compare", f"--data={texts}", f"--cache_dir={cache}", *SMALL, "--steps=3"]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny_runs import SMALL, compile_little, write_texts
+from tiny_runs import SMALL, compile_once, write_texts
 
 import pretrain
 import symoptax
@@ -26,7 +26,7 @@ from pretraining.train import TrainState
 
 @pytest.fixture(scope="module", autouse=True)
 def little(tmp_path_factory):
-    with compile_little(tmp_path_factory.mktemp("compiled")):
+    with compile_once(tmp_path_factory.mktemp("compiled")):
         yield
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_runs import SMALL, compile_little, logged_losses, saved_arrays, write_texts
+from tiny_runs import SMALL, compile_once, logged_losses, saved_arrays, write_texts
 
 import pretrain
 from pretraining.checkpoint import Checkpoints
@@ -29,7 +29,7 @@ SCRIPT = Path(pretrain.__file__)
 
 @pytest.fixture(scope="module", autouse=True)
 def little(tmp_path_factory):
-    with compile_little(tmp_path_factory.mktemp("compiled")):
+    with compile_once(tmp_path_factory.mktemp("compiled")):
         yield
 
 
@@ -262,8 +262,11 @@ def test_the_monitor_writes_beside_the_losses(run, whole, tmp_path):
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     measured = [row["step"] for row in rows if "attention/spectral_norm" in row]
     assert measured == [3, 6]
-    assert logged_losses(whole) == [
-        row for row in logged_losses(tmp_path / "run") if row[1:] != (None, None)
+    found = [row for row in logged_losses(tmp_path / "run") if row[1:] != (None, None)]
+    # To rounding: another program may fuse its sums in another order.
+    assert found == [
+        (step, loss and pytest.approx(loss, rel=3e-4), val and pytest.approx(val, rel=3e-4))
+        for step, loss, val in logged_losses(whole)
     ]
 
 

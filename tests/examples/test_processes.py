@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_runs import SMALL, compile_little, logged_losses, saved_arrays, write_texts
+from tiny_runs import SMALL, compile_once, logged_losses, saved_arrays, write_texts
 
 import pretrain
 
@@ -28,7 +28,7 @@ LOST = 20  # Seconds after which a lost process ends the other one.
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled")
-    with compile_little(folder):
+    with compile_once(folder):
         yield folder
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from tiny_runs import SMALL, compile_little, logged_losses, saved_arrays, write_texts
+from tiny_runs import SMALL, compile_once, logged_losses, saved_arrays, write_texts
 
 import export
 import pretrain
@@ -385,7 +385,7 @@ def run(tmp_path_factory):
     def call(out_dir, *flags):
         return pretrain.main(["pretrain", f"--out_dir={out_dir}", *data, *settings, *flags])
 
-    with compile_little(tmp_path_factory.mktemp("compiled")):
+    with compile_once(tmp_path_factory.mktemp("compiled")):
         yield call
 
 

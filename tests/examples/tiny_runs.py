@@ -23,14 +23,12 @@ def write_texts(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def compile_little(folder: Path):
-    """Share the compiled steps of the runs inside, and optimise them little."""
+def compile_once(folder: Path):
+    """Share the compiled steps of the runs inside."""
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_disable_most_optimizations", True)  # They cost more than they save.
     compilation_cache.reset_cache()
     yield
     jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_disable_most_optimizations", False)
     compilation_cache.reset_cache()
 
 
