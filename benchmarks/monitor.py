@@ -34,7 +34,8 @@ class Model:
 
     def optimizer(self, every: int) -> optax.GradientTransformation:
         config = Config(model=self.name, monitor_every=every)
-        return make_optimizer(config, self.architecture.rules_for(self.sizes))
+        rules = self.architecture.rules_for(self.sizes)
+        return make_optimizer(config, rules, self.architecture.multipliers_for(self.sizes))
 
     def updates(self, every: int) -> Stepper:
         """Return the optimizer's part of a step, in place."""

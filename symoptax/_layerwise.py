@@ -61,7 +61,8 @@ def layerwise(
         complete optimizer such as `optax.adamw(1e-3)` has the sign of a step already and would
         climb; give it a label of its own in `optax.partition`.
       lr_multipliers: role -> multiple of the learning rate, where it differs from the default:
-        20 for a map on "embedding", else 1.
+        20 for a map on "embedding", else 1. Divide it by what the model multiplies the rows with
+        that it looks up: Gemma's `sqrt(d)`.
       weight_decay: decoupled decay of all matrix roles, or role -> decay (also for "other").
       mask: which leaves decay, as in `optax.adamw`.
       cautious: decay only where update and parameter have the same sign.

@@ -24,10 +24,11 @@ class _Training:
     def __init__(self, config: Config) -> None:
         architecture = MODELS[config.model]
         sizes = architecture.presets[config.preset]
+        rules = architecture.rules_for(sizes)
         model = architecture.build(sizes, nnx.Rngs(0))
         graphdef, params = nnx.split(model)
         self.params = nnx.as_pure(params)
-        self.tx = make_optimizer(config, architecture.rules_for(sizes))
+        self.tx = make_optimizer(config, rules, architecture.multipliers_for(sizes))
         self.state = TrainState(self.params, jax.jit(self.tx.init)(self.params))
         shape = (config.batch_size, config.seq_len + 1)
         self.tokens = jax.random.randint(jax.random.key(1), shape, 0, sizes.vocab_size)

@@ -132,6 +132,16 @@ def rules_for(config: Gemma3Config) -> list[ParamRule]:
     return TIED_RULES if config.tied else RULES
 
 
+def multipliers_for(config: Gemma3Config) -> dict[str, float]:
+    """Return the factor of the embedding's rate, the default of 20 over `sqrt(d)`.
+
+    The model multiplies the rows that it looks up by `sqrt(d)`, and what they move too. In the
+    authors' settings as well, the embedding has 100 times the rate of the head in models that read
+    it as it is, and the same rate in this one.
+    """
+    return {} if config.tied else {"embedding": 20 / math.sqrt(config.d_model)}
+
+
 def _norm(size: int, config: Gemma3Config, rngs: nnx.Rngs) -> RMSNorm:
     return RMSNorm(size, config.norm_eps, offset=1.0, rngs=rngs)
 

@@ -158,7 +158,7 @@ def prepare_job(config: Config) -> Job:
     resume_step = find_resume_step(config)
     architecture, model = _model_config(config)
     rules = architecture.rules_for(model)
-    tx = make_optimizer(config, rules)
+    tx = make_optimizer(config, rules, architecture.multipliers_for(model))
     # Raises where it does not fit.
     rows = batch_sharding(mesh, config.batch_size // config.accumulate)
     index, count = batch_part(rows, config.batch_size)

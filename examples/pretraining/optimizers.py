@@ -44,6 +44,8 @@ STACKS = {
     "left_polar_router": _POLAR_HIDDEN | _ends("row_norm") | _router("left_polar"),
     "layerwise": {},
 }
+# What takes no factor of the model: factors are measured for updates of one size.
+_NO_MAPS = ("adamw", "frozen")
 # The best on the default run of 4e-3, 8e-3 and 1.6e-2 (AdamW: 2e-3, 4e-3, 8e-3).
 LEARNING_RATES = {
     **dict.fromkeys(STACKS, 8e-3),
@@ -70,7 +72,7 @@ def make_schedule(config: Config) -> optax.Schedule:
 
 
 def routing_options(
-    config: Config, rules: Sequence[symoptax.ParamRule]
+    config: Config, rules: Sequence[symoptax.ParamRule], factors_of_model: Mapping[str, float]
 ) -> dict[str, Mapping[str, object] | None]:
     """Return the `updates` and `lr_multipliers` that `layerwise` and its report are given."""
     roles = {rule.role for rule in rules}
@@ -82,13 +84,18 @@ def routing_options(
         )
     updates = STACKS[config.optimizer].items()
     updates = {role: update for role, update in updates if role in roles} | given
+    of_maps = {r: f for r, f in factors_of_model.items() if updates.get(r) not in _NO_MAPS}
+    factors = of_maps | factors
     return {"updates": updates or None, "lr_multipliers": factors or None}
 
 
 def _routed(
-    config: Config, rules: Sequence[symoptax.ParamRule], schedule: optax.Schedule
+    config: Config,
+    rules: Sequence[symoptax.ParamRule],
+    factors_of_model: Mapping[str, float],
+    schedule: optax.Schedule,
 ) -> optax.GradientTransformation:
-    options = routing_options(config, rules)
+    options = routing_options(config, rules, factors_of_model)
     try:
         return symoptax.layerwise(
             schedule,
@@ -139,21 +146,34 @@ def _paper_run(config: Config) -> paper.PaperRun:
     return run
 
 
-def describe(config: Config, params: optax.Params, rules: Sequence[symoptax.ParamRule]) -> str:
+def describe(
+    config: Config,
+    params: optax.Params,
+    rules: Sequence[symoptax.ParamRule],
+    factors_of_model: Mapping[str, float],
+) -> str:
     """Say what the optimizer does to each parameter."""
     if config.optimizer in paper.OPTIMIZERS:
         return paper.describe(_paper_run(config), rules)
     if config.optimizer not in STACKS:
         return f"{config.optimizer}: not routed by role"
-    options = routing_options(config, rules)
+    options = routing_options(config, rules, factors_of_model)
     settings = {"lazy": config.lazy, "mu_dtype": config.mu_dtype or None, "strict": config.strict}
     return str(symoptax.routing_report(params, rules, **settings, **options))
 
 
 def make_optimizer(
-    config: Config, rules: Sequence[symoptax.ParamRule]
+    config: Config,
+    rules: Sequence[symoptax.ParamRule],
+    factors_of_model: Mapping[str, float],
 ) -> optax.GradientTransformation:
-    """Build the optimizer named by `config`, with clipping before it and a monitor after it."""
+    """Build the optimizer named by `config`, with clipping before it and a monitor after it.
+
+    Args:
+      config: the settings.
+      rules: what each parameter is.
+      factors_of_model: see `multipliers_for` of `models.catalog.Architecture`.
+    """
     if config.optimizer not in LEARNING_RATES and config.optimizer not in paper.OPTIMIZERS:
         names = ", ".join([*LEARNING_RATES, *paper.OPTIMIZERS])
         raise InputError(f"--optimizer={config.optimizer}: choose from {names}")
@@ -176,7 +196,7 @@ def make_optimizer(
     elif config.optimizer == "optax_muon":
         tx = _optax_muon(config, schedule)
     else:
-        tx = _routed(config, rules, schedule)
+        tx = _routed(config, rules, factors_of_model, schedule)
     if config.monitor_every:
         tx = optax.chain(tx, symoptax.monitor(rules, config.monitor_every))
     # Outside the partition: one norm over all parameters, whatever their role.

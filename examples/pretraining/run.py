@@ -166,4 +166,6 @@ def _finish(job: Job) -> str:
         dataclasses.asdict(job.dataset.baselines),
         job.dataset.description,
     )
-    return write_report(job.config, summary, describe(job.config, job.target.params, job.rules))
+    factors = job.architecture.multipliers_for(job.model)
+    updates = describe(job.config, job.target.params, job.rules, factors)
+    return write_report(job.config, summary, updates)
