@@ -73,17 +73,23 @@ def of_adamw() -> str:
     return markdown_table(header, rows)
 
 
+# Besides the default.
 _FACTORS = {
     "qwen3": {
-        ("embedding",): (5, 10, 20, 40),
-        ("lm_head",): (0.25, 0.5, 1, 2, 4),
-        ("attention",): (0.5, 1, 2),
-        ("mlp_in", "mlp_down"): (0.5, 1, 2),
-        ("other",): (0.5, 1, 2, 4),
+        ("embedding",): (5, 10, 40),
+        ("lm_head",): (0.25, 0.5, 2, 4),
+        ("attention",): (0.5, 2),
+        ("mlp_in", "mlp_down"): (0.5, 2),
+        ("other",): (0.5, 2, 4),
     },
-    "olmoe": {("router",): (0.5, 1, 2), ("expert_in", "expert_down"): (0.5, 1, 2)},
+    "gemma3": {("embedding",): (0.5, 5, 20)},
+    "olmoe": {("router",): (0.5, 2), ("expert_in", "expert_down"): (0.5, 2)},
 }
-_DEFAULTS = {"embedding": 20}
+
+
+def _defaults(model: str) -> dict[str, float]:
+    architecture = MODELS[model]
+    return {"embedding": 20} | architecture.multipliers_for(architecture.presets["small"])
 
 
 def multipliers() -> str:
@@ -91,13 +97,13 @@ def multipliers() -> str:
     rows = []
     for model, by_roles in _FACTORS.items():
         found = arm(model, "layerwise")
-        config = found.by_rate[found.rate].config
+        default = found.by_rate[found.rate]
         for roles, factors in by_roles.items():
-            losses = []
+            losses = {_defaults(model).get(roles[0], 1): f"**{default.val_loss:.3f}**"}
             for factor in factors:
-                default = factor == _DEFAULTS.get(roles[0], 1)
-                given = () if default else tuple(f"{role}:{factor:g}" for role in roles)
-                loss = run_one()(dataclasses.replace(config, lr_multiplier=given)).val_loss
-                losses.append(f"{factor:g}: {loss:.3f}" + (" (default)" if default else ""))
-            rows.append([model, ", ".join(roles), "; ".join(losses)])
-    return markdown_table(["model", "role", "factor: validation loss"], rows)
+                given = tuple(f"{role}:{factor:g}" for role in roles)
+                config = dataclasses.replace(default.config, lr_multiplier=given)
+                losses[factor] = f"{run_one()(config).val_loss:.3f}"
+            by_factor = "; ".join(f"{factor:.2g}: {losses[factor]}" for factor in sorted(losses))
+            rows.append([model, ", ".join(roles), by_factor])
+    return markdown_table(["model", "role", "factor: validation loss, **default**"], rows)
