@@ -242,8 +242,9 @@ def assert_near_one(update, d):
     """Check five steps on a Gram matrix: polynomials, and the rounding of the matrix on this CPU.
 
     A sum of thousands of products is as precise as the blocks in which a CPU adds it up: of 3072 at
-    once, its error is ten times that of blocks of 256. Where it moves the small eigenvalues s^2 of
-    `D D^T` by a part in [-e, e], it moves values that are brought to 1 by (1 - e)^(-1/2) at most.
+    once, its error is five to eight times that of blocks of 256. Where it moves the small
+    eigenvalues s^2 of `D D^T` by a part in [-e, e], it moves values that are brought to 1 by
+    (1 - e)^(-1/2) at most.
     """
     left = np.asarray(compiled(exactly)(d, jnp.matrix_transpose(d)), np.float64)
     d = np.asarray(d, np.float64)
@@ -308,7 +309,8 @@ def test_ill_conditioned_matrices_degrade_gracefully(method, condition, worst, d
 def test_large_matrices_are_as_accurate_as_small_ones():
     spectra = spread_out(1024)["flat, one large"], many_small(1024)["1/4, 0"]
     d = with_spectra(spectra, (1024, 1024))
-    assert np.linalg.norm(polar_factor(d, method="direct"), 2, axis=(-2, -1)).max() <= 1.15
+    norms = np.linalg.norm(polar_factor(d, method="direct"), 2, axis=(-2, -1))
+    assert 0.8 <= norms.min() <= norms.max() <= 1.15
     assert_near_one(polar_factor(d, method="gram"), d)
 
 
