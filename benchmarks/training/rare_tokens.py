@@ -1,13 +1,9 @@
-"""What became of rarely seen tokens: their rows of the embedding, and the loss after them.
+"""What became of rarely seen tokens: their rows of the embedding, and the loss after them."""
 
-    PYTHONPATH=examples python benchmarks/training/rare_tokens.py RUN [RUN ...]
-
-for finished runs of pretrain.py with their checkpoints.
-"""
-
+import dataclasses
 import itertools
 import json
-import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -15,20 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from rich.console import Console
 
 from export import last_params
 from pretraining.config import from_json
 from pretraining.dataset import prepare
 from pretraining.loader import make_loader, validation_batches
 from pretraining.report import markdown_table
+from pretraining.run import run as train
+from runs import arm
 
 BUCKETS = [(0, 0), (1, 3), (4, 15), (16, 63), (64, 10**9)]  # Of times that a token was seen.
 
 
-def rows_of(run: Path) -> list[list[str]]:
-    """Return one row per bucket."""
-    config = from_json(json.loads((run / "summary.json").read_text())["config"])
-    architecture, model, params = last_params(run)
+def _rows_of(folder: Path) -> list[list[str]]:
+    """Return one row per bucket, for the folder of a run of pretrain.py."""
+    config = from_json(json.loads((folder / "summary.json").read_text())["config"])
+    architecture, model, params = last_params(folder)
     graphdef = nnx.split(nnx.eval_shape(lambda: architecture.build(model, nnx.Rngs(0))))[0]
     data = prepare(config.data, vocab_size=model.vocab_size, cache_dir=config.cache_dir)
     options = {"batch_size": config.batch_size, "seq_len": config.seq_len}
@@ -55,7 +54,7 @@ def rows_of(run: Path) -> list[list[str]]:
         there = tokens[read]
         rows.append(
             [
-                run.name,
+                folder.name,
                 str(low) if high == low else span,
                 f"{tokens.sum():,}",
                 f"{float(jnp.sqrt(jnp.mean(jnp.square(table[tokens])))):.3f}",
@@ -66,11 +65,15 @@ def rows_of(run: Path) -> list[list[str]]:
     return rows
 
 
-def main(runs: list[str]) -> None:
+def run() -> str:
+    """Train with and without `lazy` at the best rate, one seed."""
+    best = arm("qwen3", "layerwise").best[0].config
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for lazy in (True, False):
+            out_dir = Path(folder) / f"lazy={lazy}"
+            train(dataclasses.replace(best, lazy=lazy, out_dir=str(out_dir)), Console(quiet=True))
+            rows += _rows_of(out_dir)
     header = ["run", "seen in training", "tokens", "rms of their rows"]
     header += ["share of the validation text", "loss of what follows them"]
-    print(markdown_table(header, [row for run in runs for row in rows_of(Path(run))]))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return markdown_table(header, rows)

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from comparison.sweep import Sweep, sweep
+from pretraining.config import Config
+from pretraining.optimizers import STACKS
 from pretraining.report import markdown_table
 from runs import MODELS, SEEDS, arm, run_one, settings
 
@@ -107,3 +109,46 @@ def multipliers() -> str:
             by_factor = "; ".join(f"{factor:.2g}: {losses[factor]}" for factor in sorted(losses))
             rows.append([model, ", ".join(roles), by_factor])
     return markdown_table(["model", "role", "factor: validation loss, **default**"], rows)
+
+
+# Whose rate is changed: all that AdamW updates in Muon, or the embedding alone.
+_AT_ADAMW = (0.25, 0.5, 2)
+_AT_EMBEDDING = (4, 16)
+
+
+def _with_factor(config: Config, roles: Sequence[str], factor: float) -> Config:
+    """Change the rate of some roles; AdamW alone has no roles, Muon with all matrices at it has."""
+    if config.optimizer == "adamw":
+        updates = STACKS["muon"]
+        hidden = [role for role in _roles(config.model) if updates.get(role) == "polar"]
+        update = tuple(f"{role}:adamw" for role in hidden)
+        config = dataclasses.replace(config, optimizer="muon", update=update)
+    given = tuple(f"{role}:{factor:g}" for role in roles)
+    return dataclasses.replace(config, lr_multiplier=given)
+
+
+def _roles(model: str) -> list[str]:
+    architecture = MODELS[model]
+    return sorted({str(r.role) for r in architecture.rules_for(architecture.presets["small"])})
+
+
+def baselines() -> str:
+    """Give parts of Muon and of AdamW rates of their own, at their best rate, one seed."""
+    rows = []
+    for model in MODELS:
+        ours = arm(model, "layerwise")
+        for optimizer in ("muon", "adamw"):
+            found = arm(model, optimizer)
+            default = found.by_rate[found.rate]
+            by_adamw = [r for r in _roles(model) if STACKS["muon"].get(r, "adamw") == "adamw"]
+            configs = [_with_factor(default.config, by_adamw, factor) for factor in _AT_ADAMW]
+            configs = configs if optimizer == "muon" else []
+            configs += [_with_factor(default.config, ["embedding"], f) for f in _AT_EMBEDDING]
+            losses = [f"{run_one()(config).val_loss:.3f}" for config in configs]
+            gaps = [""] * (len(_AT_ADAMW) + len(_AT_EMBEDDING) - len(losses))
+            best = f"{ours.by_rate[ours.rate].val_loss:.3f}"
+            rows.append([model, optimizer, f"{default.val_loss:.3f}", *gaps, *losses, best])
+    header = ["model", "optimizer", "as above"]
+    header += [f"its AdamW x {factor}" for factor in _AT_ADAMW]
+    header += [f"embedding x {factor}" for factor in _AT_EMBEDDING]
+    return markdown_table([*header, "`layerwise`"], rows)

@@ -4,7 +4,7 @@
     python benchmarks/training/run.py [NAME ...]
 
 Names are those of `EXPERIMENTS`, all of them if none is given. What is in `results` is not run
-again; `cost` is measured every time.
+again; `rare_tokens` and `cost` are measured every time.
 """
 
 import functools
@@ -13,6 +13,7 @@ import sys
 import arms
 import cost
 import precision
+import rare_tokens
 import rates
 import routers
 from runs import HERE, MODELS
@@ -23,6 +24,8 @@ EXPERIMENTS = {
     "transfer": rates.transfer,
     "adamw_rate": rates.of_adamw,
     "multipliers": rates.multipliers,
+    "baselines": rates.baselines,
+    "rare_tokens": rare_tokens.run,
     "routers": routers.run,
     "precision": precision.run,
     "cost": cost.run,
